@@ -106,8 +106,8 @@ $(BIN)/python:
 	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) tools/install.py --pip $(BIN)/python; fi || { rm -rf $(VENV); exit 1; }
 
 $(RUNTIME): $(PINNED) | $(BIN)/python
-	@$(SAY) 'penstock and what it runs on; torch is the largest download'
-	$(INSTALL)
+	@$(SAY) 'penstock, its server and what they run on; torch is the largest download'
+	$(INSTALL) serve grammar
 	@touch $@
 
 $(ALL): $(DEV) tools/test_tools.sh $(wildcard tools/ai-sdk/*.json)

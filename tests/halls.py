@@ -252,6 +252,8 @@ class Known:
     reason: FinishReason
     output: list[int] = field(default_factory=list)
     cached: int = 0
+    computed: set[int] = field(default_factory=set)
+    """Positions of its prompt that a share has computed."""
 
 
 LIMITS: dict[str, Any] = {
@@ -362,6 +364,11 @@ class Hall:
             assert event.token is not None
             known.output.append(event.token)
             known.cached = event.cached
+            assert event.cached_host + event.cached_disk <= event.cached
+            # A plan ahead of this event may compute more of a request that was preempted.
+            assert self.ahead or event.cached == len(known.prompt) - len(known.computed), (
+                "cached is not computed"
+            )
             assert known.output == known.expected[: len(known.output)], "the output depends on what else ran"
             assert (event.finish is not None) == (len(known.output) == len(known.expected)), (
                 "ended too early or too late"
@@ -391,6 +398,7 @@ class Hall:
         assert many == sorted(many), "a share of one token stands behind a longer one"
         assert len({share.row for share in plan.shares}) == len(plan.shares), "a row has two shares"
         self.demoted += len(plan.orders)
+        self._note(plan)
         for share in plan.shares:
             is_chunk = share.cold_stop > share.start
             if is_chunk and not share.sample:
@@ -400,12 +408,20 @@ class Hall:
                     "full blocks of the tail stay longer than they should"
                 )
 
+    def _note(self, plan: Plan) -> None:
+        """What a plan computes counts as computed, also if it is not carried out."""
+        for share in plan.shares:
+            known = self.live[self.scheduler._queues.by_row[share.row].id]
+            known.computed.update(range(share.start, min(share.stop, len(known.prompt))))
+
     def interrupt(self) -> None:
         """What has begun and is not committed may have been carried out in part."""
         if self.flight is not None:
             self.worker.spoil(self.flight[0])
         self.flight = None
-        self.recover(self.worker.spoil(self.scheduler.plan()))
+        plan = self.scheduler.plan()
+        self._note(plan)
+        self.recover(self.worker.spoil(plan))
 
     def recover(self, landed: Sequence[Landed] = ()) -> None:
         self.scheduler.recover(landed)

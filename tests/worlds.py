@@ -172,10 +172,15 @@ class Known:
     row: Row | None = None
     computed: int = 0
     """Positions covered by the shares since the last admission."""
-    cached: int | None = None
+    covered: set[int] = field(default_factory=set)
+    """Positions of its prompt that a share has computed."""
     admissions: int = 0
     finish: FinishReason | None = None
     priority: int = 0
+
+    @property
+    def cached(self) -> int:
+        return len(self.prompt) - len(self.covered)
 
     @property
     def length(self) -> int:
@@ -341,6 +346,9 @@ class World:
     def _judge_shares(self, plan: Plan, survivors: list[Known], newcomers: list[Known]) -> None:
         shares = {share.row: share for share in plan.shares}
         assert len(shares) == len(plan.shares), "a row has two shares"
+        for share in plan.shares:
+            known = self._of(share.row)
+            known.covered.update(range(share.start, min(share.stop, len(known.prompt))))
         assert sum(len(share.tokens) for share in plan.shares) == plan.tokens <= self.limits.max_step_tokens
         many = [share.kind is not ShareKind.DECODE for share in plan.shares]
         assert many == [len(share.tokens) > 1 for share in plan.shares], "a share of another kind"
@@ -386,8 +394,6 @@ class World:
             assert may_share
             assert known.computed < share.start
             assert share.start % size == known.computed % size == 0
-        if known.admissions == 1 and known.cached is None:
-            known.cached = share.start
         index, offset = divmod(share.start, size)
         if (
             may_share

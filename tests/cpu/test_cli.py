@@ -6,6 +6,7 @@ go on through the alphabet and end after z, digits and capitals go round for eve
 """
 
 import json
+import logging
 import os
 import pty
 import re
@@ -20,10 +21,11 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import MAGIC_NUMBER
 from inspect import signature
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Protocol
 
+import click
 import pytest
 import tokenizers
 import torch
@@ -38,6 +40,7 @@ from penstock.cli import load, prompt
 from penstock.cli import main as entry
 from penstock.cli.chat_commands import help_text
 from penstock.cli.commands.run import command as run_command
+from penstock.cli.live import LiveLine
 from penstock.cli.main import main
 from penstock.engine import placing
 from penstock.memory import probe
@@ -244,6 +247,41 @@ def test_quiet_says_nothing_else_and_verbose_adds_statistics(penstock: Penstock,
 )
 def test_run_writes(penstock: Penstock, model: Path, arguments: list[str], out: str) -> None:
     assert penstock("run", model, *arguments, "--quiet") == Result(0, out, "")
+
+
+@pytest.mark.parametrize(
+    ("form", "more", "told"),
+    [
+        ("[a-z]+!", [], "the output is cut after 3 tokens, and not complete by the regex"),
+        ("[a-z]+!", ["-n", "2"], "2 of 2 outputs are cut after 3 tokens, and not complete by the regex"),
+        ("[a-z]+!", ["--json"], "the output is cut after 3 tokens, and not complete by the regex"),
+        ("[a-z]+", [], None),
+        ("def", [], None),
+    ],
+)
+def test_output_that_is_cut_before_it_is_whole_by_its_structure_is_told(
+    penstock: Penstock, model: Path, form: str, more: list[str], told: str | None
+) -> None:
+    """Also where nothing else is said."""
+    result = penstock("run", model, "abc", "--quiet", "--regex", form, "--max-tokens", "3", *more)
+    assert (result.code, "def" in result.out) == (0, True)
+    assert result.err == (f"penstock: note: {told}; allow more with --max-tokens\n" if told else "")
+
+
+def test_json_that_is_cut_in_a_chat_is_told(penstock: Penstock, model: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}')
+    result = penstock("chat", model, "-q", "--json-schema", schema, "--max-tokens", "4", stdin=b"hi\n")
+    assert (
+        "penstock: note: the output is cut after 4 tokens, and not complete by the JSON schema" in result.err
+    )
+
+
+@pytest.mark.parametrize("more", [[], ["--max-tokens", "1"]])
+def test_who_means_tokens_by_n_is_told_what_it_is(penstock: Penstock, model: Path, more: list[str]) -> None:
+    result = penstock("run", model, "z", "-n", "12", *more)
+    note = "penstock: note: -n 12 makes 12 outputs; their length is --max-tokens"
+    assert (result.code, note in result.err.splitlines()) == (0, not more)
 
 
 def test_without_max_tokens_a_prompt_near_the_contexts_end_gets_what_is_left(
@@ -883,6 +921,7 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder)
+from penstock.cli.live import LiveLine
 from penstock.cli.main import main
 code = main(["bench", "decode", "--context", "8", "--output", "1"])
 print(code, "torch" in sys.modules)
@@ -924,6 +963,39 @@ def test_a_terminal_shows_prompt_text_and_statistics(
     assert "memory" in shown
     assert "output 3 tokens" in shown
     assert terminal.process.wait() == 0
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_what_is_remarked_while_an_answer_is_written_comes_behind_it(
+    command: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Both(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def remarked(line: LiveLine, text: str, **how: bool) -> None:
+        logging.getLogger("penstock").info("the processor is busy")
+        plain(line, text, **how)
+
+    both, plain = Both(), LiveLine.write
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(LiveLine, "write", remarked)
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"abc\n"), encoding="utf-8"))
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+    asked = ["run", str(model), "abc"] if command == "run" else ["chat", str(model), "--raw"]
+    assert main([*asked, "--max-tokens", "4"]) == 0
+    lines = [click.unstyle(line) for line in both.getvalue().splitlines()]
+    assert ("abcdefg" if command == "run" else "defg") in lines
+    assert lines.count("the processor is busy") >= 4
+
+
+def test_without_an_own_number_of_tokens_a_cut_is_told_on_a_terminal(
+    start: Callable[..., "subprocess.Popen[bytes]"], model: Path
+) -> None:
+    terminal = Terminal(start, "run", model, "9", term="xterm")
+    assert "ended by length" in terminal.until("cut at the usual length; allow more with --max-tokens")
+    terminal.close()
 
 
 def test_ctrl_c_stops_an_answer_and_then_the_chat(

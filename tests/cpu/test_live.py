@@ -48,6 +48,7 @@ from penstock.cli.summaries import (
     weight_forms,
 )
 from penstock.cli.terminal import PLAIN, Look
+from penstock.cli.wrapping import Wrapper
 from penstock.engine.engine import Progress
 
 GIB = 1 << 30
@@ -912,7 +913,8 @@ def test_a_run_that_streams_writes_the_text_of_one_that_does_not(
         large.until(lambda screen: screen.region == (0, 15) and "bound by" in "".join(screen.shown()))
         assert process.wait() == 0
     shown = large.settle().shown()
-    lines = only(f"Once upon a time{text}", (16, 60))
+    wrapped = Wrapper(lambda: 60).add(f"Once upon a time{text}")
+    lines = only("".join(piece for piece, _ in wrapped), (16, 60))
     begin = shown.index(lines[0])
     assert shown[begin : begin + len(lines)] == lines
     assert shown[begin + len(lines)].startswith("prompt 5 tokens (0 cached)")
@@ -957,7 +959,7 @@ def test_a_long_prompt_has_a_bar_until_the_first_text(
         large.until(lambda screen: screen.region == (0, 23) and "from the device" in "".join(screen.shown()))
         assert process.wait() == 0
     shown = large.settle().shown()
-    lines = only(text, (24, 90))
+    lines = only("".join(piece for piece, _ in Wrapper(lambda: 90).add(text)), (24, 90))
     begin = shown.index(lines[0])
     assert shown[begin : begin + len(lines)] == lines
     assert "━" not in "".join(shown)

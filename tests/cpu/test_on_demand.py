@@ -18,13 +18,19 @@ from unittest.mock import patch
 
 import pytest
 
+from penstock import LLM
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, EngineClosedError
+from penstock.engine.rooms import Hardware
+from penstock.server import hosting
 from penstock.server.broker.calls import BusyError
 from penstock.server.fleet import process, stall
+from penstock.server.hosting import Hosting
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, cheapest, expected_cost
 from penstock.server.on_demand.model import LoadError, ModelPhase, OnDemandModel
 from penstock.server.on_demand.models import OnDemandModels
+from penstock.server.on_demand.shares import grown
+from penstock.server.settings import OnDemandSettings
 
 ROOM = 10
 SIZES = {"a": 4, "b": 5, "c": 6}
@@ -533,6 +539,42 @@ def test_what_costs_least_to_do_without_goes() -> None:
     # One that is asked for often stays, and goes when it is asked for no more.
     assert expected_cost(2.0, gap=1.0, idle=0.5) > expected_cost(2.0, gap=30.0, idle=0.1)
     assert expected_cost(2.0, gap=1.0, idle=90.0) < expected_cost(2.0, gap=30.0, idle=0.1)
+
+
+@pytest.mark.parametrize(
+    ("room", "wanted", "right"),
+    [
+        (20, {"a": (4, 9), "b": (2, 3)}, [9, 3]),
+        (10, {"a": (4, 9), "b": (2, 3)}, [7, 3]),
+        (6, {"a": (4, 9), "b": (2, 3)}, [4, 2]),
+        (5, {"a": (4, 9), "b": (2, 3)}, [5, 3]),
+        (6, {"a": (4, 9), "b": (4, 9), "c": (2, 3)}, [4, 4, 2]),
+        (9, {"a": (4, 4), "b": (2, 2)}, [4, 2]),
+        (30, {"a": (4, 9)}, [9]),
+        (6, {"a": (4, 9)}, [6]),
+    ],
+)
+def test_what_all_models_leave_is_for_long_contexts(
+    room: int, wanted: dict[str, tuple[int, int]], right: list[int]
+) -> None:
+    """Models that fit together still do. One that fits beside no other has all there is."""
+    shares = {name: (MemoryShare(least, 1), MemoryShare(most, 1)) for name, (least, most) in wanted.items()}
+    assert grown(shares, MemoryShare(room, 5)) == {
+        name: MemoryShare(size, 1) for name, size in zip(wanted, right, strict=True)
+    }
+
+
+def test_a_model_has_room_for_its_whole_context_where_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Hardware(False, 4 << 30, 4 << 30, 4 << 30, 4 << 30)
+    monkeypatch.setattr(hosting, "hardware_of", lambda _: free)
+    config = Config(device="cpu", dtype="float32", max_sequences=4)
+    host = Hosting({"a": config, "b": config}, {"b": "120MiB"}, OnDemandSettings())
+    host.prepare()
+    assert host._prepared is not None
+    shares = {model.name: model.share.device for model in host._prepared.models}
+    assert shares["b"] == 120 << 20
+    with LLM(config.model, device="cpu", dtype="float32", max_sequences=4, device_memory=shares["a"]) as llm:
+        assert llm.limits.max_model_len == llm.spec.max_length
 
 
 def test_loads_teach_what_loads_take() -> None:

@@ -193,6 +193,15 @@ def test_a_model_that_cannot_be_read_takes_no_other_down(server: Server, broken:
     assert "is not JSON" in server.ask("GET", "/state")[2]["models"][0]["fault"]
 
 
+def test_a_request_that_is_too_long_is_told_the_setting_that_makes_room(server: Server) -> None:
+    only(server, "shipped")
+    status, _, body = ask(server, "shipped", prompt=[5] * 33_000)
+    assert status == 400
+    message = body["error"]["message"]
+    assert "start the server with --model-memory shipped=SIZE, more than 120 MiB" in message
+    assert "max_length" not in message
+
+
 def test_an_engine_that_is_killed_ends_its_requests_alone(server: Server, right: dict[str, str]) -> None:
     only(server, "small", "shipped")
     before = {one.pid for one in engines(server)}

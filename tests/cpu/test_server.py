@@ -759,7 +759,8 @@ def test_keys_are_asked_for_and_bodies_and_times_are_limited(tmp_path: Path) -> 
         assert (status, said["error"]["code"]) == (504, "deadline_exceeded")
         server.signal(signal.SIGINT)
         assert server.ended() == 0
-        began, late = server.said().splitlines()
+        began, late, end = server.said().splitlines()
+        assert end == "stopped serving mine"
         assert began == f"serving mine at {server.url}"
         assert late.endswith("error=DeadlineError")
 

@@ -10,6 +10,7 @@ import torch
 import tiny
 from penstock.api.llm import LLM
 from penstock.base.cores import CoreLimits, CoreTimes
+from penstock.engine import threads
 from penstock.engine.threads import StepThreads, StepWork
 from penstock.ops.linear import add_linear, dense_linear
 from penstock.ops.matrix import Matrix
@@ -183,8 +184,12 @@ def test_what_is_added_is_the_same_on_any_number_of_threads(rows: int) -> None:
     torch.testing.assert_close(results[0].double(), exact, rtol=1e-5, atol=5e-4)
 
 
-def test_threads_that_are_asked_for_are_taken_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_are_asked_for_are_taken_and_given_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     torch.set_num_threads(2)
+    monkeypatch.setattr(threads, "core_limits", lambda: CoreLimits(frozenset({0, 1})))
+    caplog.set_level("INFO", "penstock")
     with LLM(tiny.checkpoint("llama"), device="cpu", dtype="float32", max_length=64, threads=3) as llm:
         seen, begin = list[int](), type(llm.driver._engine._ranks).begin
 
@@ -195,6 +200,7 @@ def test_threads_that_are_asked_for_are_taken_and_given_back(monkeypatch: pytest
         monkeypatch.setattr(type(llm.driver._engine._ranks), "begin", noted)
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
         assert set(seen) == {3}
+        assert "threads: 3 are more than the 2 cores there, and slower; leave them out" in caplog.messages
         assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 2
 

@@ -15,7 +15,7 @@ from penstock.arch.shards import WHOLE, Shard
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, ConfigError
 from penstock.base.tiers import Tier
-from penstock.engine.budget import memory_of
+from penstock.engine.budget import Budget, memory_of
 from penstock.engine.cpu import cpu_blocker, with_cpu
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, dtype_of, limits_of, plan_boot
@@ -327,6 +327,15 @@ def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     check_draft(target, same)
     with pytest.raises(ConfigError, match="8,000 tokens was asked for, but the model has 8,192"):
         check_draft(target, read_spec(SMALL | {"vocab_size": 8000}))
+
+
+def test_the_parts_of_the_memory_that_is_told_add_up() -> None:
+    mib = 1 << 20
+    budget = Budget(1 << 30, 10 * mib, 20 * mib, block_bytes=mib, blocks=30, block_size=64, state=5 * mib)
+    assert str(budget).startswith(
+        "65.0 MiB of 1.00 GiB allowed: weights 10.0 MiB, activations 20.0 MiB, state of sequences 5.00 MiB, "
+        "KV 30.0 MiB = "
+    )
 
 
 def test_memory_of_ranks() -> None:

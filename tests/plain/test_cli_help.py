@@ -18,6 +18,7 @@ import pytest
 
 from penstock import __version__
 from penstock.api.outputs import Delta
+from penstock.base.config import CACHE, completion_file, state_directory
 from penstock.base.errors import PenstockError
 from penstock.cli import options, other_names
 from penstock.cli.command import Option
@@ -26,6 +27,7 @@ from penstock.cli.commands.run import Screen
 from penstock.cli.main import COMMANDS, main, root
 from penstock.cli.options import as_flags
 from penstock.cli.prompt import SHIPPED_MODEL, PromptText, model_and_prompt
+from penstock.hub.names import ModelName
 from penstock.step.request import FinishReason
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -447,6 +449,59 @@ def test_help_is_a_word_too(asked: list[str], same: list[str], capsys: pytest.Ca
         assert main(arguments) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("qwen3:8b", "Qwen/Qwen3-8B"),
+        ("qwen3", "Qwen/Qwen3-8B"),
+        ("qwen3:latest", "Qwen/Qwen3-8B"),
+        ("qwen3:0.6b-q4_K_M", "Qwen/Qwen3-0.6B"),
+        ("qwen3:30b", "Qwen/Qwen3-30B-A3B"),
+        ("qwen2.5-coder:7b", "Qwen/Qwen2.5-Coder-7B-Instruct"),
+        ("llama3.2:1b", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("mixtral", "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+        ("gpt-oss:20b", "openai/gpt-oss-20b"),
+        ("smollm2:135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("qwen3:who", None),
+        ("hello", None),
+    ],
+)
+def test_a_model_of_ollamas_is_named_as_the_hub_has_it(theirs: str, ours: str | None) -> None:
+    assert other_names.hub_name(theirs) == ours
+    assert ours is None or ModelName.parse(ours) is not None
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "show"])
+def test_a_model_that_is_named_as_in_ollama_is_refused_with_the_hubs_name(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "qwen3:8b", *(["hi"] if command == "run" else [])]) == 2
+    assert capsys.readouterr().err == (
+        "penstock: error: model 'qwen3:8b' does not exist; on the Hugging Face Hub it is Qwen/Qwen3-8B\n"
+    )
+
+
+def test_what_is_to_be_removed_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_STATE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["uninstall"]) == 2
+    told = capsys.readouterr().err
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    for path in (CACHE, state_directory(), completion_file("bash")[0].parent):
+        home = str(path).replace(str(Path.home()), "~")
+        assert f"`{home}`" in readme
+        assert str(path) in told or "share" in home
+
+
+def test_help_shows_speculation_and_what_n_means(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--speculate SPECULATE Speculative decoding" in shown
+    assert "-n N Independent outputs of the prompt; for their length see --max-tokens. [1]" in shown
 
 
 def test_what_other_engines_call_otherwise_is_named_as_it_is_here() -> None:

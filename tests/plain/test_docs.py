@@ -147,6 +147,9 @@ def test_everything_in_backticks_is_known(document: Path) -> None:
     foreign = {
         "python3 -m venv .venv",
         ".venv",
+        "pip uninstall penstock",
+        "~/.local/state/penstock",
+        "~/.local/share/penstock",
         'config.only("key", supported)',
         *[f"pip install 'penstock[{extra}]'" for extra in EXTRAS],
     }

@@ -147,13 +147,24 @@ def test_make_installs_by_the_check_alone() -> None:
         re.findall(r"^\$\((RUNTIME|DEV|ALL)\): (?:.*\n)(?:\t.*\n)*?\t(\$\(INSTALL\).*)\n", text, re.MULTILINE)
     )
     assert stamps == {
-        "RUNTIME": "$(INSTALL)",
+        "RUNTIME": "$(INSTALL) serve grammar",
         "DEV": "$(INSTALL) dev",
         "ALL": "$(INSTALL) dev ray schema-tests",
     }
     assert {"constraints.txt", "hashes.txt", "pyproject.toml"} == set(
         re.findall(r"^PINNED := (.*)$", text, re.MULTILINE)[0].split()
     )
+
+
+def test_after_make_demo_the_server_and_structures_have_what_they_ask_for() -> None:
+    """Every extra that README names beside a plain `pip install` is there, but for Ray, which is large."""
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"penstock\[(\w+)\]", text))
+    stamp = re.search(
+        r"^\$\(RUNTIME\):.*\n(?:\t.*\n)*?\t\$\(INSTALL\)(.*)\n", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert stamp is not None
+    assert named - {"ray"} == {"serve", "grammar"} <= set(stamp[1].split())
 
 
 def test_packages_for_node_have_exact_versions_and_hashes() -> None:

@@ -219,7 +219,7 @@ def test_a_prompt_in_chunks_finds_blocks_on_its_way() -> None:
     world.submit([*NINE[:4], *known.output[:4], 0], 1)
     assert brief(world.step()) == [(0, 0, 4, (0,), False)]
     assert brief(world.step()) == [(0, 8, 9, (1, 2), True)]
-    assert world.ended[-1].cached == 0
+    assert world.ended[-1].cached == 4
 
 
 def test_forgotten_blocks_are_not_shared_even_while_they_are_held() -> None:

@@ -3,6 +3,7 @@ land when a test says so."""
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from halls import TEN, Hall, Worker
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
+from penstock.sched.event import Event
+from penstock.sched.found import FoundTokens
 from penstock.sched.rates import TransferRates
 from penstock.sched.request import Phase
 from penstock.sched.rules import Names
@@ -639,6 +642,46 @@ def test_what_came_from_the_disk_is_part_of_what_was_not_computed() -> None:
     assert plan.tokens == len(A)
     (event,) = hall.scheduler.commit(plan, hall.worker.run(plan))
     assert event.cached_disk <= event.cached
+
+
+@pytest.mark.parametrize("computed_first", [False, True])
+def test_what_comes_from_the_disk_in_several_parts_is_counted_in_full(computed_first: bool) -> None:
+    """The host has room for few of the prompt's blocks at a time, and the first may be computed meanwhile."""
+    hall, prompt = Quay(blocks=40, host_blocks=8, disk=40, max_step_tokens=8, long_from=None), [*A, *B] * 5
+    hall.only_on_disk(prompt)
+    if computed_first:
+        hall.tiers.rates.block[Route.IN], hall.tiers.rates.token = 0.04, 0.01
+        hall.worker.seconds = 0.04
+    before = replace(hall.tiers.counts)
+    id, events, computed = hall.submit(prompt, 1), list[Event](), 0
+    while id in hall.live:
+        plan = hall.scheduler.plan()
+        computed += plan.tokens
+        if computed:  # From now on reading is faster than computing.
+            hall.tiers.rates.block[Route.IN] = hall.worker.seconds = 1e-5
+        events += hall.scheduler.commit(plan, hall.worker.run(plan))
+        if events:
+            break
+    (event,) = events
+    assert hall.tiers.counts.moved[Route.IN] > hall.host.near // 2, "it came in one part"
+    assert event.cached == event.cached_disk == len(prompt) - computed
+    assert (computed > 4) == computed_first
+    assert hall.tiers.counts.found_disk - before.found_disk == event.cached_disk
+    assert hall.tiers.counts.prompts - before.prompts == len(prompt)
+
+
+def test_what_was_found_and_computed_after_a_preemption_is_not_counted() -> None:
+    found = FoundTokens(20)
+    assert found.compute(0, 4) == (0, 0, 0)
+    found.set_out(4, 12, disk=True)
+    found.set_out(8, 16, disk=False)
+    assert found.compute(16, 20) == found.tiers == (0, 4, 8)
+    found.compute(20, 30)  # The output.
+    found.set_out(4, 8, disk=False)  # Preempted, it finds less, and computes the rest.
+    assert found.compute(8, 20) == (0, 0, 0)
+    assert found.tiers == (0, 0, 4)
+    found.compute(0, 20)
+    assert found.tiers == (0, 0, 0)
 
 
 # -- anything at any time

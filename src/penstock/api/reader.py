@@ -18,6 +18,7 @@ from penstock.api.variables import check_tools, check_variables
 from penstock.base.errors import CheckpointError, RequestError
 from penstock.base.units import counted
 from penstock.step.params import Sampling, SamplingParams, shown
+from penstock.step.structure import Structure
 from penstock.weights.checkpoint.generation import GenerationDefaults
 
 Message = Mapping[str, object]
@@ -205,6 +206,11 @@ class PromptReader:
                 )
         text = self.tokenizer.render_chat(messages, tools=tools or None, **variables)
         return replace(self.read(self._known(self.encode(text, special=False)), params), prompt=text)
+
+    def is_whole(self, structure: Structure, output: Sequence[int]) -> bool:
+        """Tell whether an output that was cut is whole by its structure all the same. Raise
+        StructureError."""
+        return self._structures.is_whole(structure, output)
 
     def follow(self, limits: ServingLimits, admit: Admit) -> None:
         """Take these limits from now on, of an engine that was started anew."""

@@ -95,8 +95,7 @@ class OutputSequence:
             if event.finish is not None:
                 self._break_off(event)
             return False
-        if event.cached:
-            self.cached = event.cached, event.cached_host, event.cached_disk
+        self.cached = event.cached, event.cached_host, event.cached_disk
         self.drafts = event.drafts
         self.tokens.append(event.token)
         if event.logprob is not None:

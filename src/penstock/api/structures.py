@@ -122,6 +122,13 @@ class Structures:
         if room:
             held[name] = ref(structure, lambda _: held.pop(name, None)), compiled
 
+    def is_whole(self, structure: Structure, output: Sequence[int]) -> bool:
+        """Tell whether an output could end where it does, by its structure. Raise StructureError."""
+        ends = self._ends
+        tokens = [*output[:-1], *(token for token in output[-1:] if token not in ends)]
+        matcher, _ = self._compiled(structure).copy()
+        return matcher.consume_tokens(tokens) and matcher.is_accepting()
+
     def close(self) -> None:
         """Free the tokens, which the library has a copy of. Nothing is compiled afterwards."""
         if self._vocabulary is not None:

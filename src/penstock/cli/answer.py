@@ -15,6 +15,7 @@ from penstock.cli.summaries import expert_summary, kv_summary, missed_summary, s
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
 from penstock.step.plan import TokenLogprob
+from penstock.step.request import FinishReason
 
 if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.api.llm import LLM
@@ -145,6 +146,26 @@ def remark(answer: TimedAnswer) -> None:
         say(missed_summary(answer.missed), faint=True)
     if answer.tiers is not None and answer.tiers.moved:
         say(tier_summary(answer.tiers), faint=True)
+
+
+def warn_of_cut(llm: "LLM", params: SamplingParams, outputs: Sequence["Output"]) -> bool:
+    """Say on stderr if outputs were cut before they were whole by their structure. Return whether any was."""
+    structure, most = params.structure, params.max_tokens
+    if structure is None:
+        return False
+    cut = [
+        output
+        for output in outputs
+        if output.finish_reason is FinishReason.LENGTH and not llm.reader.is_whole(structure, output.tokens)
+    ]
+    if cut:
+        which = "the output is" if len(outputs) == 1 else f"{len(cut)} of {len(outputs)} outputs are"
+        after = f" after {counted(most, 'token')}" if most else ""
+        say(
+            f"penstock: note: {which} cut{after}, and not complete by the "
+            f"{structure.kind.value}; allow more with --max-tokens"
+        )
+    return bool(cut)
 
 
 def record(

@@ -25,7 +25,8 @@ def can_draw() -> bool:
     return is_terminal(sys.stdout) and terminal_kind() != "dumb"
 
 
-def _columns() -> int:
+def columns() -> int:
+    """Return how many columns the terminal has now."""
     return shutil.get_terminal_size().columns
 
 
@@ -45,10 +46,10 @@ class AnswerView:
         shown, on a terminal; elsewhere it never is."""
         self._live, self._reader = live, reader
         draws = can_draw()
-        self._markdown = MarkdownStream(_columns) if draws and markdown else None
-        self._wrapper = Wrapper(_columns) if draws and wrap else None
+        self._markdown = MarkdownStream(columns) if draws and markdown else None
+        self._wrapper = Wrapper(columns) if draws and wrap else None
         self._aloud = draws and think in (None, Think.ON)
-        self._thoughts = Wrapper(_columns)
+        self._thoughts = Wrapper(columns)
         self._thinking = False
         self._hidden = 0
         """Tokens of reasoning that was not shown."""

@@ -15,7 +15,7 @@ from penstock.base.garbage import no_collection
 from penstock.base.trace import Trace
 from penstock.cli.options import as_flags
 from penstock.cli.progress import progress_bar
-from penstock.cli.terminal import is_terminal, say, undisturbed
+from penstock.cli.terminal import is_terminal, say, say_beside, undisturbed
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -46,7 +46,7 @@ def compute_with(threads: int | None = None) -> None:
 
 class _Remarks(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(as_flags(self.format(record)), faint=True)
+        say_beside(as_flags(self.format(record)))
 
 
 @contextmanager

@@ -78,6 +78,14 @@ class Root(click.Group):
             if len(args) == 1:
                 click.echo(ctx.get_help())
                 ctx.exit()
+        if args[0] == "uninstall":
+            from penstock.base.config import CACHE, state_directory  # 20 ms, and only where it is asked
+
+            raise click.UsageError(
+                "no such command 'uninstall'; penstock rm removes models of the Hub, pip uninstall penstock "
+                f"the program, and what is left is in {CACHE} and {state_directory()}",
+                ctx,
+            )
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             from difflib import get_close_matches  # 5 ms, and only where there is none of that name
 

@@ -16,6 +16,7 @@ from penstock.base.errors import BudgetError, CheckpointError, ConfigError, Pens
 from penstock.base.units import format_rate, format_size
 from penstock.cli.command import OTHER, option
 from penstock.cli.progress import progress_bar
+from penstock.cli.prompt import refuse_other_name
 from penstock.cli.terminal import is_terminal, say
 from penstock.engine.adapters import means_model
 from penstock.hub.names import ModelName
@@ -49,6 +50,7 @@ def located(
     from penstock.hub.models import locate  # 0.1 s, with what knows all families of models
 
     text = str(config.model)
+    refuse_other_name(text)
     with Fetching(download, quiet=quiet) as shown:
         found = locate(text, Telling() if log else shown, fetch=download is not False)
     if not (quiet or log):

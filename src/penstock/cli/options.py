@@ -146,6 +146,7 @@ COMMON = frozenset(
         "lora_modules",
         "tensor_parallel",
         "cpu_compute",
+        "speculate",
     )
 )
 """The settings of the engine that --help shows; --help-all shows the others, too."""

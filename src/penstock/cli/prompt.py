@@ -10,6 +10,7 @@ import click
 
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, RequestError
+from penstock.cli.other_names import hub_name
 from penstock.cli.terminal import is_terminal, say
 from penstock.hub.names import ModelName, looks_like_model
 from penstock.weights.gguf.files import is_gguf
@@ -78,11 +79,19 @@ def model_path(argument: str | None, hint: str | None = None) -> Path:
     if not os.path.exists(argument) and ModelName.parse(argument) is None:
         if hint is None:
             hint = "; put the prompt in quotes" if " " not in argument and "/" not in argument else ""
+        refuse_other_name(argument)
         raise CheckpointError(
             f"model {argument[:200]!r} does not exist; give a directory with a config.json, or a model of "
             f"the Hugging Face Hub as owner/name{hint}"
         )
     return Path(argument)
+
+
+def refuse_other_name(model: str) -> None:
+    """Raise CheckpointError, with the name on the Hugging Face Hub, for a model that is named as ollama names
+    it, unless such a file is there."""
+    if (ours := hub_name(model)) is not None and not os.path.exists(model):
+        raise CheckpointError(f"model {model!r} does not exist; on the Hugging Face Hub it is {ours}")
 
 
 def _prompt(argument: str) -> PromptText:

@@ -80,6 +80,36 @@ def say(text: str, *, faint: bool = False) -> None:
         )  # without colours where it is no terminal
 
 
+_held: list[str] | None = None
+"""Remarks that wait for the end of a text; None while there is none."""
+
+
+def say_beside(text: str) -> None:
+    """Print a remark on stderr that may come at any time: behind the text that is being written, if there is
+    one."""
+    if _held is not None:
+        _held.append(text)
+    else:
+        say(text, faint=True)
+
+
+@contextmanager
+def text_alone() -> Iterator[None]:
+    """Hold remarks back until the end of this `with` block where they would come in the midst of its text: on
+    a terminal that shows both."""
+    global _held
+    if _held is not None or not (is_terminal(sys.stdout) and is_terminal(sys.stderr)):
+        yield
+        return
+    held = _held = []
+    try:
+        yield
+    finally:
+        _held = None
+        for text in held:
+            say(text, faint=True)
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Tell whether a person is at the other end.
 

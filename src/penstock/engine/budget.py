@@ -48,11 +48,16 @@ class Budget:
         """Return the tokens that all KV blocks hold."""
         return self.blocks * self.block_size
 
+    @property
+    def used(self) -> int:
+        """Return the bytes of all parts."""
+        return self.weights + self.activations + self.state + self.kv
+
     def __str__(self) -> str:
         state = f"state of sequences {format_size(self.state)}, " if self.state else ""
         return (
-            f"{format_size(self.total)}: weights {format_size(self.weights)}, activations "
-            f"{format_size(self.activations)}, {state}"
+            f"{format_size(self.used)} of {format_size(self.total)} allowed: "
+            f"weights {format_size(self.weights)}, activations {format_size(self.activations)}, {state}"
             f"KV {format_size(self.kv)} = {counted(self.blocks, 'block')} of "
             f"{counted(self.block_size, 'token')} ({format_size(self.block_bytes)} each), "
             f"{counted(self.kv_tokens, 'token')}"

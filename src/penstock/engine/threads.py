@@ -151,6 +151,8 @@ def threads_for(
     """
     asked, ranks = config.threads, config.tensor_parallel
     most, limits = asked or torch.get_num_threads(), core_limits()
+    if asked is not None and limits is not None and asked > (cores := free_cores(limits, 0, 0.0)):
+        say(f"threads: {asked} are more than the {quantity(cores, 'core')} there, and slower; leave them out")
     if device.type != "cpu" or ranks > 1:
         return None if asked is None or ranks > 1 else StepThreads(most, None, None, say=say)
     work = None
@@ -163,5 +165,5 @@ def threads_for(
     watched = limits if work is not None or asked is not None or alone else None
     threads = StepThreads(most, watched, work, say=say, since=since)
     if (now := threads.wanted(1)) < most:
-        say(f"threads: {most} for prompts, {now} for a decode step, by its work and the free cores")
+        say(f"CPU threads: {most} for a prompt, {now} for a token of an answer; more would not be faster now")
     return threads

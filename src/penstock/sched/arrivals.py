@@ -74,6 +74,7 @@ class Arrivals:
             self._decline(request, first + count)
             return False
         id = self._tiers.bring_up(request.kv.names(first, count), blocks)
+        request.found.set_out(first * self._size, (first + count) * self._size, disk=False)
         rates.sets_out(id, Route.UP, count, self._clock())
         self._wait(request, id)
         return True
@@ -98,7 +99,10 @@ class Arrivals:
         id = self._tiers.bring_in(wanted, self._promised()) if len(wanted) else None
         if id is None:
             return False
-        rates.sets_out(id, Route.IN, self._tiers.count_of(id), self._clock())
+        came = self._tiers.count_of(id)
+        rates.sets_out(id, Route.IN, came, self._clock())
+        begin = (first + count - len(wanted)) * size
+        request.found.set_out(begin, begin + came * size, disk=True)
         if front == count:
             return False
         if front:
@@ -135,7 +139,7 @@ class Arrivals:
         request.arriving = id
         self._awaited[id] = request
         request.since = inf
-        if request.cached is not None:
+        if request.begun:
             self._tiers.rates.waited()
 
     def is_late(self, request: Request) -> bool:
@@ -183,20 +187,5 @@ class Arrivals:
         request.arriving = None
         if transfer.route is Route.IN:
             request.patient = right == len(names)
-            if request.cached is None:
-                request.from_disk += right * self._size
             return
         request.kv.take_in(pages)
-        if request.cached is None:
-            request.from_host += right * self._size
-        elif request.meeting is not None:
-            self.met(request, right * self._size)
-
-    def met(self, request: Request, tokens: int) -> None:
-        """Count tokens that were read from the disk while those before them were computed."""
-        request.meeting = None
-        assert request.cached is not None
-        request.cached += tokens
-        request.from_host += tokens
-        request.from_disk += tokens
-        self._tiers.counts.found_disk += tokens

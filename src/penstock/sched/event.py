@@ -12,7 +12,7 @@ class Event:
     It is a token, the end, or log-probabilities of the prompt. A step that yields several tokens of a request
     makes an event for each.
 
-    cached: prompt tokens with KV from the prefix cache.
+    cached: prompt tokens with KV from the prefix cache, which the request has not computed.
     cached_host, cached_disk: those of them that had to come from the host, and from the disk.
     fault: why the request ended, if that was an error of its own without a token.
     embedding: the hidden state behind the prompt, where it was asked for.

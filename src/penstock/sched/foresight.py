@@ -135,7 +135,7 @@ class Foresight:
     def _runs(self, request: Request) -> RunningRequest:
         kv, length = request.kv, len(request.tokens)
         lacking = length - kv.computed
-        own = len(kv.pages) - (request.cached or 0) // self._pools.size
+        own = len(kv.pages) - request.found.total // self._pools.size
         return RunningRequest(lacking if lacking > 1 else 0, request.most - length, max(own, 0), length)
 
     def _waits(self, request: Request) -> QueuedRequest:

@@ -118,9 +118,8 @@ class Growth:
 
     def reuse(self, request: Request) -> None:
         """Skip over full blocks that are cached."""
-        found = request.share_prefix and request.kv.reuse()
-        if found and request.kv.long and request.meeting is not None and request.cached is not None:
-            self._arrivals.met(request, found * self._pools.size)
+        if request.share_prefix:
+            request.kv.reuse()
 
     # ---- room
 
@@ -227,11 +226,10 @@ class Growth:
         kv, size = request.kv, self._pools.size
         start, stop, row = kv.computed, kv.computed + count, request.row
         assert row is not None
-        if request.cached is None:
-            request.cached = start
-            self._pools.tiers.counts.began(
-                len(request.prompt), start, min(request.from_host, start), min(request.from_disk, start)
-            )
+        if start < len(request.prompt):
+            counts = self._pools.tiers.counts
+            counts.prompts += 0 if request.begun else len(request.prompt)
+            counts.find(request.found.compute(start, stop))
         kv.grow(count)
         if self._pools.share:
             kv.seal(request.known)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from penstock.sched.found import FoundTokens
 from penstock.sched.span import KVSpan
 from penstock.sched.suffix import TokenHistory
 from penstock.step.params import Sampling
@@ -68,8 +69,8 @@ class Request:
     A step under way yields its last token, by its length, or verifies a draft, which yields any number of
     tokens.
     """
-    cached: int | None = None
-    """Prompt tokens with KV from the prefix cache, when the request was first admitted. None until then."""
+    found: FoundTokens = field(init=False)
+    """Prompt tokens whose KV was found, and that it never computed."""
     arriving: TransferId | None = None
     """The transfer that brings its next blocks from another tier.
 
@@ -87,16 +88,21 @@ class Request:
     """Blocks up to this index were found on another tier and not loaded, since computing them is faster."""
     punctual: bool = True
     """True while its transfers have come in time. If not, it asks for no more."""
-    from_host: int = 0
-    """Cached tokens that were copied up from the host."""
-    from_disk: int = 0
-    """Cached tokens from the host that had been read from the disk before."""
     scored: int = 0
     """Prompt tokens after the first with log-probabilities that have been reported."""
     finish: FinishReason | None = None
     history: TokenHistory | None = None
     """Its tokens, for drafts; None before the first."""
     drafts: DraftCounts = field(default_factory=DraftCounts)
+
+    def __post_init__(self) -> None:
+        """Begin with nothing found."""
+        self.found = FoundTokens(len(self.prompt))
+
+    @property
+    def begun(self) -> bool:
+        """Tell whether it has computed anything."""
+        return self.found.reached > 0
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -341,12 +341,8 @@ class Scheduler:
 
         It stops at a token that ends the request, and returns the reason for that, or None.
         """
-        cached, from_host, from_disk = request.cached or 0, 0, 0
-        if request.from_host or request.from_disk:
-            from_host, from_disk = (
-                max(0, min(request.from_host, cached) - request.from_disk),
-                min(request.from_disk, cached),
-            )
+        tiers = request.found.tiers
+        found = sum(tiers), tiers.host, tiers.disk
         assert result.tokens, f"request {request.id} was to sample and did not"
         tokens, sampling, faulty = request.tokens, request.sampling, result.broken or result.wrong
         before, finish = at - len(request.prompt), None
@@ -363,7 +359,7 @@ class Scheduler:
             if faulty and kept == len(result.tokens):
                 finish = FinishReason.ERROR
             logprob = result.logprobs[kept - 1] if result.logprobs else None
-            found, drafts = (cached, from_host, from_disk), (request.drafts.drafted, request.drafts.accepted)
+            drafts = (request.drafts.drafted, request.drafts.accepted)
             events.append(Event(request.id, token, logprob, (), finish, *found, drafts=drafts))
             if finish is not None:
                 break

@@ -15,6 +15,7 @@ from typing import Literal
 from penstock.kv.ledger.blocks import BlockLedger
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.ledger.host import HostLedger
+from penstock.sched.found import FoundByTier
 from penstock.sched.rates import TransferRates
 from penstock.sched.rules import Name, Names
 from penstock.step.plan import BlockId, HostBlockId, Landed, Route, Transfer, TransferId
@@ -52,15 +53,11 @@ class TierCounts:
     recomputed: int = 0
     late: int = 0
 
-    def began(self, prompt: int, cached: int, came_up: int, came_in: int) -> None:
-        """Note that a request computes its first token: `cached` prompt tokens were found.
-
-        came_up, came_in: those of them that came from the host, and from the disk.
-        """
-        self.prompts += prompt
-        self.found_disk += came_in
-        self.found_host += max(0, came_up - came_in)
-        self.found += max(0, cached - max(came_up, came_in))
+    def find(self, tokens: FoundByTier) -> None:
+        """Note that these prompt tokens were found."""
+        self.found += tokens.device
+        self.found_host += tokens.host
+        self.found_disk += tokens.disk
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ for."""
 import asyncio
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -31,7 +31,7 @@ from penstock.server.monitoring.facts import ModelFacts
 from penstock.server.on_demand.costs import LoadForecast, MemoryShare, reading_rate
 from penstock.server.on_demand.model import LoadError, OnDemandModel
 from penstock.server.on_demand.models import OnDemandModels
-from penstock.server.on_demand.shares import given_share, room_of, usual_share
+from penstock.server.on_demand.shares import given_share, grown, room_of, usual_share
 from penstock.server.settings import Listening, OnDemandSettings
 from penstock.weights.checkpoint.heads import holds_head
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -83,7 +83,8 @@ class Hosting:
         hardware = hardware_of(first.device)
         room = room_of(first, hardware)
         models, listed, rates = list[Loadable](), dict[str, ListedModel](), dict[str, float]()
-        broken = dict[str, str]()
+        broken, sizes = dict[str, str](), dict[str, int]()
+        shares = dict[str, tuple[MemoryShare, MemoryShare]]()
         for name, config in self._configs.items():
             try:
                 spec, pack = _spec_of(config)
@@ -99,24 +100,33 @@ class Hosting:
                 rates[name] = inf
                 continue
             facts = ModelFacts.of_spec(spec, dtype)
-            share = self._share(name, spec, _draft_of(config, spec, dtype, pack), hardware, room)
+            sizes[name] = facts.bytes
+            shares[name] = self._shares(name, spec, _draft_of(config, spec, dtype, pack), hardware, room)
             rates[name] = reading_rate(config.model)
-            models.append(Loadable(name, facts.bytes, share))
             longest = config.max_length or spec.max_length
             listed[name] = ListedModel(facts, longest, partial(_templates, config.model))
+        for name, share in grown(shares, room).items():
+            models.append(Loadable(name, sizes[name], share))
             _LOG.info(
                 "%s: %s of weights, may take %s of %s; its files are read at %s",
-                name, format_size(facts.bytes), format_size(share.device), format_size(room.device),
+                name, format_size(sizes[name]), format_size(share.device), format_size(room.device),
                 format_rate(rates[name]),
             )  # fmt: skip
+        models.sort(key=lambda model: self.names.index(model.name))
         self._prepared = _Prepared(hardware.cuda, room, models, listed, LoadForecast(rates), broken)
 
-    def _share(
+    def _shares(
         self, name: str, spec: ModelSpec, draft: ModelSpec | None, hardware: Hardware, room: MemoryShare
-    ) -> MemoryShare:
-        usual = usual_share(spec, self._configs[name], hardware, room, draft)
+    ) -> tuple[MemoryShare, MemoryShare]:
+        """Return what a model may take, and with what it has room for its whole context."""
+        config = self._configs[name]
+        usual = usual_share(spec, config, hardware, room, draft)
         given = self._given.get(name)
-        return usual if given is None else given_share(given, usual, hardware, room, name)
+        if given is not None:
+            usual = given_share(given, usual, hardware, room, name)
+        if given is not None or config.max_length is not None or config.kv_blocks is not None:
+            return usual, usual
+        return usual, usual_share(spec, replace(config, max_length=spec.max_length), hardware, room, draft)
 
     def open(self, state: ServerState, listening: Listening) -> OnDemandModels[HostedModel]:
         """Take requests from now on, on the running loop."""
@@ -178,7 +188,8 @@ class Hosting:
         config = self._engine_config(model)
         self._starting = process = EngineProcess(model.name, config, ended)
         try:
-            backend = await asyncio.to_thread(_opened, process, config, model.name, listening.patience)
+            room = partial(self._room_for_one, model)
+            backend = await asyncio.to_thread(_opened, process, config, model.name, listening.patience, room)
         finally:
             self._starting = None
         if died:  # Else it is known by the time at which it could.
@@ -190,6 +201,26 @@ class Hosting:
         # On a CPU, and where all fits on the device, all weights are there.
         own.facts = replace(state.listed[model.name].facts, device_bytes=min(model.size, model.share.device))
         return HostedModel(own, backend)
+
+    def _room_for_one(self, model: Loadable, longest: int) -> str:
+        """Return what a request that is too long is told: how much room there is, and what to try.
+
+        longest: most tokens of a request to the model.
+        """
+        prepared, config, share = self._prepared, self._configs[model.name], model.share
+        assert prepared is not None
+        if longest >= prepared.listed[model.name].max_model_len:
+            more = "allow a larger max_length"
+        elif config.kv_blocks is not None:
+            more = "raise kv_blocks"
+        elif share.device < prepared.room.device:
+            more = (
+                f"start the server with --model-memory {model.name}=SIZE, more than "
+                f"{format_size(share.device)}"
+            )
+        else:
+            more = "raise device_memory"
+        return f"{model.name} has room for {longest} in all; shorten it, or {more}"
 
     def _engine_config(self, model: Loadable) -> Config:
         """Return the settings of a model's engine, with its own part of the memory."""
@@ -203,10 +234,12 @@ class Hosting:
         )
 
 
-def _opened(process: EngineProcess, config: Config, name: str, patience: float) -> RemoteBackend:
+def _opened(
+    process: EngineProcess, config: Config, name: str, patience: float, room: Callable[[int], str]
+) -> RemoteBackend:
     info = process.start()
     try:
-        reader = RemoteReader(config.model, info, replicas=1)
+        reader = RemoteReader(config.model, info, replicas=1, room=room(info.limits.max_model_len))
     except BaseException:
         process.stop()
         raise

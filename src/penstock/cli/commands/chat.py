@@ -8,7 +8,7 @@ import click
 
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.units import counted
-from penstock.cli.answer import TimedAnswer, expect, follow, json_line, record, remark
+from penstock.cli.answer import TimedAnswer, expect, follow, json_line, record, remark, warn_of_cut
 from penstock.cli.answer_view import AnswerView
 from penstock.cli.chat_commands import NAMES, TAKE_FILES, Asked, Chat, Leave, obey
 from penstock.cli.chat_options import chat_options, template_settings
@@ -28,7 +28,7 @@ from penstock.cli.options import (
     sampling_params,
 )
 from penstock.cli.prompt import decode, model_path
-from penstock.cli.terminal import Interrupt, is_terminal, one_line, say, without_echo, write
+from penstock.cli.terminal import Interrupt, is_terminal, one_line, say, text_alone, without_echo, write
 from penstock.step.request import FinishReason
 
 EXAMPLES = r"""
@@ -193,7 +193,7 @@ class ChatSession:
         if chat.verbose:
             expect(chat.llm, request, params)
         live_line = LiveLine.of(chat.llm, quiet=chat.quiet or self.json)
-        with Interrupt() as interrupt, live_line as live:
+        with Interrupt() as interrupt, text_alone(), live_line as live:
             view = self._view(live, reader)
             live.compute(length)
             if not again:  # Files that came since go with the next message.
@@ -209,6 +209,7 @@ class ChatSession:
             )
             if view is not None:
                 view.end()
+        warn_of_cut(chat.llm, params, answer.completion.outputs)
         output = answer.completion.outputs[0]
         _, said = reader.split(output.text)
         if self.json:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.base.errors import RequestError
-from penstock.cli.answer import follow, json_line, logprob_entries, record, remark
-from penstock.cli.answer_view import AnswerView, can_draw
+from penstock.cli.answer import follow, json_line, logprob_entries, record, remark, warn_of_cut
+from penstock.cli.answer_view import AnswerView, can_draw, columns
 from penstock.cli.chat_options import chat_options, template_settings
 from penstock.cli.command import Command, files, option
 from penstock.cli.conversation import AnswerReader, Conversation
@@ -18,7 +18,8 @@ from penstock.cli.load import loaded
 from penstock.cli.models import located, taken
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
 from penstock.cli.prompt import SHIPPED_MODEL, model_and_prompt, model_path
-from penstock.cli.terminal import is_terminal, say, write
+from penstock.cli.terminal import Look, is_terminal, say, text_alone, write
+from penstock.cli.wrapping import Wrapper
 from penstock.step.params import SamplingParams
 from penstock.step.request import FinishReason
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from penstock.api.outputs import Delta
 
 USUAL_TOKENS = 256
+_MANY = 10
+"""Outputs from which -n is rather meant as their tokens, as llama.cpp has it."""
 EXAMPLES = r"""
   penstock run "Once upon a time"                        a story from the model that comes with penstock
   penstock run ./my-model "The capital of France is" --temperature 0 --max-tokens 8
@@ -109,7 +112,15 @@ class Screen:
     metavar="N",
     help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]",
 )
-@option(SAMPLING, "-n", "n", type=int, default=1, metavar="N", help="Independent outputs. [1]")
+@option(
+    SAMPLING,
+    "-n",
+    "n",
+    type=int,
+    default=1,
+    metavar="N",
+    help="Independent outputs of the prompt; for their length see --max-tokens. [1]",
+)
 @chat_options
 @option(OUTPUT, "--json", is_flag=True, help="Print one JSON object at the end, and nothing else, on stdout.")
 @option(
@@ -144,6 +155,8 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     params = sampling_params(ctx)
     chat = asked["chat"] or asked["system"] is not None
     asks = template_settings(ctx, template=chat)
+    if params.n >= _MANY and asked["max_tokens"] is None and not asked["quiet"]:
+        say(f"penstock: note: -n {params.n} makes {params.n} outputs; their length is --max-tokens")
     config, _ = located(engine_config(ctx, model, params.n), **taken(asked))
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, chat, asked["system"], **asks)
@@ -162,15 +175,19 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         else:
             usual = prompt.typed and not chat and is_terminal(sys.stdout)
             echo = prompt.text if asked["echo"] or (asked["echo"] is None and usual) else ""
-            with LiveLine.of(llm, quiet=asked["quiet"]) as live:
+            with text_alone(), LiveLine.of(llm, quiet=asked["quiet"]) as live:
                 show, end = _screen(live, reader, asked, params.n, echo, drawn=chat)
                 live.compute(length)  # Behind what the screen begins with, which would end it.
                 try:
                     answer = follow(llm, request, params, show, lora=asked["lora"])
                 finally:  # A Ctrl-C ends the line, too.
                     end()
+        cut = warn_of_cut(llm, params, answer.completion.outputs)
         if asked["verbose"] or (is_terminal(sys.stderr) and not asked["quiet"] and not asked["json"]):
             remark(answer)
+            ended = (output.finish_reason for output in answer.completion.outputs)
+            if asked["max_tokens"] is None and FinishReason.LENGTH in ended and not cut:
+                say("cut at the usual length; allow more with --max-tokens", faint=True)
     if any(output.finish_reason is FinishReason.ERROR for output in answer.completion.outputs):
         why = (
             "it could not follow its schema or grammar any further, or the model's logits were not numbers "
@@ -190,8 +207,19 @@ def _screen(
     if drawn and outputs == 1 and not echo and can_draw():
         view = AnswerView(live, reader, markdown=asked["markdown"], think=asked["think"])
         return view.show, view.end
-    screen = Screen(outputs, echo, live.write)
+    screen = Screen(outputs, echo, _wrapped(live) if can_draw() else live.write)
     return lambda delta: screen.show(reader.shown(delta)), screen.end
+
+
+def _wrapped(live: LiveLine) -> Callable[..., None]:
+    """Return what writes text as `terminal.write` does, with rows that end at words. What is held is written
+    with the end of its line."""
+    wrapper = Wrapper(columns)
+
+    def put(text: str, *, bold: bool = False) -> None:
+        live.draw(wrapper.add(text, Look(bold=bold)))
+
+    return put
 
 
 def _limited(llm: "LLM", params: SamplingParams, length: int) -> SamplingParams:

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from penstock.server.http.keys import ApiKey
 from penstock.server.settings import AnswerSettings, Listening, OnDemandSettings, named_shares
 
 if TYPE_CHECKING:
+    from penstock.server.broker.backend import Backend
     from penstock.server.fleet.replicas import Replicas
     from penstock.server.hosting import Hosting
 
@@ -215,12 +216,19 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     if session is not None and as_json:
         session.report = lambda text, trace: say(last_line(text, trace))
 
+    def served() -> str:
+        return ",".join(there.names) if asked["on_demand"] else there.names[0]
+
     def tell_ready(address: str) -> None:
-        served = ",".join(there.names) if asked["on_demand"] else there.names[0]
         if as_json:
-            note("serving", model=served, address=address)
+            note("serving", model=served(), address=address)
         else:
-            say(f"serving {served} at {address}")
+            say(f"serving {served()} at {address}")
+
+    def serve_until_end(load: "Callable[[], Backend] | Hosting", **more: Any) -> None:
+        serve(load, there, listening, ready=tell_ready, sinks=sinks, **more)
+        if not as_json:
+            say(f"stopped serving {served()}")
 
     level = asked["log_level"] or ("warning" if quiet else "info")
     with logged(partial(say, faint=not as_json), asked["log_format"], level), traced(os.environ) as sinks:
@@ -231,16 +239,11 @@ def command(ctx: click.Context, /, **settings: object) -> None:
                 "anybody who can reach %s may use this server; give --api-keys to ask for a key",
                 asked["host"],
             )
-        if asked["replicas"] is None and (
-            asked["ray_address"] is not None or asked["replica_cpus"] is not None
-        ):
-            raise ConfigError(
-                "--ray-address and --replica-cpus are only for replicas; add --replicas N, or leave them out"
-            )
+        _check_replicas(asked)
         if asked["on_demand"]:
             hosting = _hosting(asked, config, wanted, as_json)
             there = replace(there, names=hosting.names)
-            serve(hosting, there, listening, ready=tell_ready, sinks=sinks)
+            serve_until_end(hosting)
             return
         config, name = located(config, log=as_json, **taken(asked))
         if not asked["names"]:
@@ -248,20 +251,13 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         check_names(there.names, modules)
         if asked["replicas"] is not None:
             crew = _crew(asked, config, there.names[0])
-            serve(
-                crew.load,
-                there,
-                listening,
-                ready=tell_ready,
-                sinks=sinks,
-                cancel_load=crew.cancel_load,
-            )
+            serve_until_end(crew.load, cancel_load=crew.cancel_load)
             return
         load_model = partial(load, config, quiet=quiet or as_json)
         if config.tensor_parallel > 1 and (place := launched()) is not None and place.rank:
             load_model().close()  # It follows rank 0, which listens, and does not return.
             return
-        serve(lambda: LocalBackend(load_model()), there, listening, ready=tell_ready, sinks=sinks)
+        serve_until_end(lambda: LocalBackend(load_model()))
 
 
 def _wanted(asked: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -325,6 +321,14 @@ def _hosting(
         configs[name] = own
     shares = named_shares(asked["model_memory"], configs)
     return Hosting(configs, shares, settings_from(OnDemandSettings, asked))
+
+
+def _check_replicas(asked: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of replicas where there are none."""
+    if asked["replicas"] is None and (asked["ray_address"] is not None or asked["replica_cpus"] is not None):
+        raise ConfigError(
+            "--ray-address and --replica-cpus are only for replicas; add --replicas N, or leave them out"
+        )
 
 
 def _crew(asked: Mapping[str, Any], config: Config, name: str) -> "Replicas":

@@ -145,12 +145,16 @@ def _keys(tokens: Sequence[int], size: int, salt: bytes = b"", lora: str = "") -
 class RemoteReader(PromptReader):
     """Reads prompts for replicas: what it returns says where it may be computed."""
 
-    def __init__(self, model: Path, info: ReplicaInfo, *, replicas: int) -> None:
-        """model: its directory, with the tokenizer. replicas: most that there will be."""
+    def __init__(self, model: Path, info: ReplicaInfo, *, replicas: int, room: str = "") -> None:
+        """model: its directory, with the tokenizer. replicas: most that there will be. room: what is told of
+        the room for a request that is too long, and of what to try."""
         tokenizer, longest = Tokenizer.from_model(model), info.limits.max_model_len
 
         def why(_: int) -> str:
-            return f"a replica holds {longest} in all; shorten it, or raise max_length or the memory for KV"
+            return (
+                room
+                or f"a replica holds {longest} in all; shorten it, or raise max_length or the memory for KV"
+            )
 
         def admitted(prompt: int, max_tokens: int | None, *, or_more: bool = False) -> int:
             return admit(prompt, max_tokens, longest, why, or_more=or_more)

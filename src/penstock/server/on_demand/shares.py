@@ -1,5 +1,7 @@
 """Says what each of several models may take of the memory that there is for all of them."""
 
+from collections.abc import Mapping
+
 from penstock.arch.bounds import kv_token_bytes
 from penstock.arch.families import FAMILIES
 from penstock.arch.layout import group_layouts
@@ -15,6 +17,8 @@ from penstock.weights.streaming.residency import padded
 
 _CONTEXTS = 8
 """Sequences of LEAST_TOKENS tokens for whose KV a model has room, where no length was asked for."""
+_STEP_SLACK = 6
+"""A step may take one part in so many more than is estimated; else there is too little room for KV."""
 _PROCESS = 2 << 30
 """Bytes of host memory that a process takes beside a GPU."""
 _BUFFERS = 16 << 20
@@ -49,6 +53,7 @@ def usual_share(
     step = usual_activations(spec, dtype, limits.max_step_tokens, limits.max_sequences)
     if not hardware.cuda:
         step = on_heap(step, _BUFFERS)
+    step += step // _STEP_SLACK
     tokens = config.max_length or min(_CONTEXTS * LEAST_TOKENS, limits.max_sequences * spec.max_length)
     if config.kv_blocks is not None:
         tokens = config.kv_blocks * config.block_size
@@ -58,6 +63,29 @@ def usual_share(
         return MemoryShare(min(wanted, room.device), min(beyond, room.host))
     far = 0 if config.host_kv_memory is None else parse_size(config.host_kv_memory, whole=hardware.host_whole)
     return MemoryShare(min(wanted, room.device), min(_PROCESS + GROWTH + beyond + far, room.host))
+
+
+def grown(shares: Mapping[str, tuple[MemoryShare, MemoryShare]], room: MemoryShare) -> dict[str, MemoryShare]:
+    """Return what each model may take: up to what its whole context needs, where that keeps no other out.
+
+    shares: by each model's name, what it takes at least, and with its whole context. If all models fit
+    together, what they leave goes first to those that lack least. A model that no other fits beside may take
+    all there is.
+    """
+    found = {name: least for name, (least, _) in shares.items()}
+    left = room.device - sum(share.device for share in found.values())
+
+    def lacks(name: str) -> int:
+        return shares[name][1].device - found[name].device
+
+    for name in sorted(shares, key=lacks):
+        others = [share.device for other, share in found.items() if other != name]
+        alone = all(found[name].device + other > room.device for other in others)
+        more = min(lacks(name), room.device - found[name].device if alone else left)
+        if more > 0:
+            left -= more
+            found[name] += MemoryShare(more)
+    return found
 
 
 def _weights(spec: ModelSpec, dtype: str) -> int:
