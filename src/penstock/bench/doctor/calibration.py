@@ -117,8 +117,8 @@ def calibrate(
             f"{device_name(device)} has too little free memory for the models that steps are measured with; "
             "close what uses it, and run again"
         )
-    ceilings = _ceilings(device, dtype)
-    costs = fit(samples, ceilings, device_name(device), dtype, _when())
+    ceilings = ceilings_of(device, dtype)
+    costs = fit(samples, ceilings, device_name(device), dtype, measured_now())
     if device.type == "cuda":
         host, slots = (
             _expert_layer(shapes, device, dtype, samples, costs, copies=copies) for copies in (False, True)
@@ -154,7 +154,7 @@ class Ceilings:
     compute: float
 
 
-def _ceilings(device: torch.device, dtype: str) -> Ceilings:
+def ceilings_of(device: torch.device, dtype: str) -> Ceilings:
     found = []
     for measured in (
         copy_rate,
@@ -189,7 +189,7 @@ def _probe(
         prefix_cache=False,
         host_kv_memory="0",
     )
-    with _engine(least, shape) as booted:
+    with run_of(least, shape) as booted:
         if not booted.weights.all_stay:
             raise BudgetError(f"{name} does not fit into the device memory that is free; free some of it")
         for context in contexts:
@@ -201,16 +201,16 @@ def _probe(
                     continue
                 decoded = measure.decode(booted, work)
                 step = decode_step(spec, dtype, count, sum(decoded.lengths) / count)
-                yield _sample(name, shape, dtype, step, count, context, decoded.times.median)
+                yield step_sample(name, shape, dtype, step, count, context, decoded.times.median)
         for tokens in (LAUNCHED, *prompts):
             if tokens <= min(booted.limits.max_step_tokens, booted.budget.kv_tokens // 2):
                 times = measure.prefill(booted, measure.BatchWork(1, tokens, 1, REPEAT))
-                yield _sample(
+                yield step_sample(
                     name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median
                 )
 
 
-def _sample(
+def step_sample(
     name: str, shape: Shape, dtype: str, step: StepShape, rows: int, context: int, ms: float
 ) -> StepSample:
     moe = sum(shape.spec.moe_layers)
@@ -233,7 +233,7 @@ def work_of(shape: Shape, dtype: str, step: StepShape) -> UseWork:
 
 
 @contextmanager
-def _engine(config: Config, shape: Shape, override: Override | None = None) -> Iterator[Booted]:
+def run_of(config: Config, shape: Shape, override: Override | None = None) -> Iterator[Booted]:
     booted = boot(config, shape, override=override)
     device = booted.device
     try:
@@ -278,7 +278,7 @@ def _expert_layer(
         )
         on_host = half * (5 if copies else 3) // 2
         limits = WeightLimits(whole - half, on_host, copies=copies)
-        with _engine(config_of, shape, Override(limits)) as booted:
+        with run_of(config_of, shape, Override(limits)) as booted:
             rng = random.Random(0)
             [request] = measure.submit(
                 booted.engine,
@@ -308,7 +308,7 @@ def _expert_layer(
     return 0.0
 
 
-def _when() -> str:
+def measured_now() -> str:
     about = machine()
     return f"{about.date}, penstock {about.commit or about.penstock}, torch {about.torch}"
 
@@ -326,9 +326,9 @@ def fit(
         those = [sample for sample in samples if sample.rows == rows]
         works = [sample.work for sample in those]
         table = [[1.0, it.layers, it.moe_layers, it.weights, it.experts, it.kv] for it in works]
-        step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
+        step, layer, moe_layer, *slow = least_squares(table, [sample.seconds for sample in those])
         decode.append(
-            DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow))
+            DecodeCosts(rows, step, layer, moe_layer, *(rate_of(each, ceilings.copy) for each in slow))
         )
     prompt = _prompt_costs([sample for sample in samples if not sample.rows], ceilings.copy)
     return StepCosts(
@@ -358,8 +358,8 @@ def _prompt_costs(samples: Sequence[StepSample], moved: float) -> PromptCosts:
     if bound:
         rest = [one.seconds - one.work.activations / moved for one in bound]
         table = [[one.work.products, one.work.expert_products, one.work.attention] for one in bound]
-        slow = _least_squares(table, rest, [one.seconds for one in bound])
-    products, experts, attention = (_rate(each, _UNKNOWN) for each in slow)
+        slow = least_squares(table, rest, [one.seconds for one in bound])
+    products, experts, attention = (rate_of(each, UNKNOWN) for each in slow)
     costs = PromptCosts(products, experts, attention, moved, 0.0, host_step, dense, mixed)
     rest = [
         sample.seconds - prompt_seconds(costs, sample.work) for sample in samples if is_the_devices(sample)
@@ -407,15 +407,15 @@ def _pairs(samples: Sequence[StepSample]) -> list[tuple[StepSample, StepSample]]
     return [(those[0], those[-1]) for those in ordered if those[0].layers < those[-1].layers]
 
 
-_UNKNOWN = 1e18
+UNKNOWN = 1e18
 """Operations/s that stand for a cost that the samples did not show."""
 
 
-def _rate(seconds: float, fallback: float) -> float:
+def rate_of(seconds: float, fallback: float) -> float:
     return 1 / seconds if seconds > 0 else fallback
 
 
-def _least_squares(
+def least_squares(
     table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None
 ) -> list[float]:
     """Return non-negative coefficients with the least relative error over all rows.
