@@ -24,7 +24,7 @@ from penstock.ops.row_classes import MOST_TOKENS
 from penstock.weights.streaming.beside import LOSS
 from penstock.weights.streaming.residency import Placement, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates, lay_ring
-from penstock.worker.sizes import row_counts, run_counts, shared_bytes
+from penstock.worker.sizes import HEAD_ROWS, graph_bytes, row_counts, run_counts, shared_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 DENSE = {
@@ -289,6 +289,22 @@ def test_a_draft_model_is_within_the_same_budget() -> None:
     assert both.beside == alone.beside + both.of_draft.beside > alone.beside
     without = replace(both, settings=replace(both.settings, graphs=False))
     assert without.beside == 0
+
+
+def test_decode_steps_of_a_draft_model_have_a_row_for_each_sequence() -> None:
+    """It verifies nothing, so it records no more of them, and less memory is set aside."""
+    both = beside(outlined(DENSE, HOPPER, 8 * GIB))
+    both = replace(
+        both, settings=replace(both.settings, speculate="model"), limits=replace(both.limits, max_sequences=2)
+    )
+    draft = both.of_draft
+    assert draft is not None
+    assert draft.draft is None
+    assert (both.sizes.rows(both.spec), draft.sizes.rows(draft.spec)) == (HEAD_ROWS, 2)
+    assert draft.sizes.drafted == both.sizes.drafted > 0, "it computes trees, for which kernels are compiled"
+    assert draft.beside < replace(draft, only_drafts=False).beside
+    tokens = both.limits.max_step_tokens
+    assert draft.beside == graph_bytes(draft.spec, draft.dtype, 2, tokens)
 
 
 def test_a_draft_model_rests_where_the_target_streams() -> None:

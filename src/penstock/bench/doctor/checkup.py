@@ -221,7 +221,9 @@ def _host_steps(
             say(f"measuring what steps in {format or dtype} cost, once, in half a minute on idle cores")
             found = calibrate_host(dtype, format, say=say)
             known = found.costs
-            say(f"kept in {file}; half of {len(found.samples)} steps are predicted within {found.typical:.1%}")
+            say(
+                f"kept in {file}; half of {len(found.samples)} steps are predicted within {found.typical:.1%}"
+            )
         costs.append(replace(known, disk_rate=disk or known.disk_rate))
         keep_costs(costs[-1], file)
     return costs[0] if costs else None

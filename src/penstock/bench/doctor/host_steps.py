@@ -82,7 +82,8 @@ def fit_host(samples: Sequence[StepSample], ceilings: Ceilings, dtype: str) -> S
     for rows in sorted({sample.rows for sample in samples} - {0}):
         those = [sample for sample in samples if sample.rows == rows]
         table = [
-            [1.0, it.layers, it.moe_layers, it.weights, it.experts, it.kv] for it in (one.work for one in those)
+            [1.0, it.layers, it.moe_layers, it.weights, it.experts, it.kv]
+            for it in (one.work for one in those)
         ]
         step, layer, moe_layer, *slow = least_squares(table, [one.seconds for one in those])
         rates = [rate_of(each, ceilings.copy) for each in slow]
@@ -103,9 +104,7 @@ def fit_host(samples: Sequence[StepSample], ceilings: Ceilings, dtype: str) -> S
         [one.seconds for one in prompts],
     )
     products, experts, attention = (rate_of(each, UNKNOWN) for each in slow)
-    return replace(
-        found, prompt=replace(unknown, products=products, experts=experts, attention=attention)
-    )
+    return replace(found, prompt=replace(unknown, products=products, experts=experts, attention=attention))
 
 
 def _probe(name: str, shape: Shape, dtype: str) -> Iterator[StepSample]:
