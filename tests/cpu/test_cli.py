@@ -646,7 +646,7 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
             f"the request has 5000 tokens of prompt, but the context holds {CONTEXT} in all; shorten it",
         ),
         (["abc", "--max-tokens", "5000"], "3 tokens of prompt and 5000 of output"),
-        (["abc", "--temperature", "-1"], "-1 is not from 0 to 2; 0 is greedy"),
+        (["abc", "--temperature", "-1"], "temperature -1.0 must be from 0 to 2; 0 is greedy"),
         (["abc", "--temperature", "hot"], "'hot' is not a valid float; see penstock run --help"),
         (["abc", "--top-p", "nan"], "--top-p nan must be above 0"),
         (["abc", "--stop", ""], "at least one character"),

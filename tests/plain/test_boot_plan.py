@@ -295,7 +295,7 @@ def test_decode_steps_of_a_draft_model_have_a_row_for_each_sequence() -> None:
     """It verifies nothing, so it records no more of them, and less memory is set aside."""
     both = beside(outlined(DENSE, HOPPER, 8 * GIB))
     both = replace(
-        both, settings=replace(both.settings, speculate="model"), limits=replace(both.limits, max_sequences=2)
+        both, settings=replace(both.settings, speculate="self"), limits=replace(both.limits, max_sequences=2)
     )
     draft = both.of_draft
     assert draft is not None

@@ -106,7 +106,8 @@ def checkup(
 ) -> Checkup:
     """Measure this machine for the model and device of `config`. Of the model only its config.json is read.
 
-    The costs of steps are measured once, in about a minute and a half, and kept in `config.cache`, where `penstock plan` finds them. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError,
+    The costs of steps are measured once, in about a minute and a half, and kept in `config.cache`, where
+    `penstock plan` finds them. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError,
     BudgetError.
 
     quick: leave out the disk and the steps.
