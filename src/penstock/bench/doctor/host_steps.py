@@ -1,5 +1,5 @@
-"""Measures what steps cost on a CPU, for `penstock plan`: in a model's dtype, with dense weights and with weights
-of few bits.
+"""Measures what steps cost on a CPU, for `penstock plan`: in a model's dtype, with dense weights and with
+those of few bits.
 
 A step takes the least of several times, since others that share the cores only ever add to it.
 """
