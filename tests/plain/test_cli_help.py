@@ -18,8 +18,9 @@ import pytest
 
 from penstock import __version__
 from penstock.api.outputs import Delta
+from penstock.base import other_names
 from penstock.base.errors import PenstockError
-from penstock.cli import options, other_names
+from penstock.cli import options
 from penstock.cli.command import Option
 from penstock.cli.commands import chat, pack, plan, run
 from penstock.cli.commands.run import Screen
@@ -458,3 +459,23 @@ def test_what_other_engines_call_otherwise_is_named_as_it_is_here() -> None:
     for theirs in other_names._OURS:
         assert other_names.ours_for(theirs, options), theirs
         assert theirs not in options
+    assert not other_names._NEEDLESS.keys() & options
+
+
+def test_keys_of_other_servers_are_answered_with_where_they_belong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that somebody takes for one with a key does not start without."""
+    assert main(["serve", "--api-key", "abc"]) == 2
+    assert "here it is --api-keys, a file; or the variable PENSTOCK_API_KEYS" in capsys.readouterr().err
+    monkeypatch.delenv("PENSTOCK_API_KEYS", raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "abc")
+    assert main(["serve"]) == 2
+    assert "VLLM_API_KEY is not read; give its key in PENSTOCK_API_KEYS" in capsys.readouterr().err
+    assert main(["serve", "--api-keys", "sk-abc"]) == 2
+    assert "or the keys themselves in the variable PENSTOCK_API_KEYS" in capsys.readouterr().err
+
+
+def test_an_option_that_is_not_needed_here_is_answered_with_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--trust-remote-code"]) == 2
+    assert "no code of a checkpoint is ever run; leave it out" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from penstock.base.errors import ConfigError
+from penstock.base.other_names import unknown_argument
 from penstock.base.units import parse_size
 
 MOST = (1 << 31) - 1
@@ -227,12 +228,29 @@ def described(kind: type) -> str:
     return "\n".join(fill(text, 80, subsequent_indent="    ") for text in texts)
 
 
+class _Lines(inspect.Signature):
+    """A signature that help() shows in lines of a usual length."""
+
+    def __str__(self) -> str:
+        return fill(super().__str__(), 80, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter as a user writes it: without its type, which its help tells in words, and without
+    places of this machine."""
+    default = parameter.default
+    if isinstance(default, Path):
+        default = None if default.is_absolute() else str(default)
+    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+
+
 def keywords_of(
     made: Callable[P, Made],
 ) -> Callable[[Callable[[Owner, Made], None]], Callable[Concatenate[Owner, P], None]]:
     """Return a decorator for an `__init__(self, made)` that is then called with the arguments of `made`.
 
-    made: a settings dataclass. Type checkers, editors and help() see its keywords with their types.
+    made: a settings dataclass. Type checkers, editors and help() see its keywords with their types,
+    and help() shows them in lines.
     """
 
     def decorate(init: Callable[[Owner, Made], None]) -> Callable[Concatenate[Owner, P], None]:
@@ -241,13 +259,15 @@ def keywords_of(
             try:
                 own.bind(*args, **kwargs)
             except TypeError as error:  # Whoever calls has never heard of `made`.
-                raise TypeError(f"{type(self).__name__}() {error}") from None
+                strange = next((name for name in kwargs if name not in own.parameters), None)
+                meant = unknown_argument(strange, own.parameters) if strange else ""
+                raise TypeError(f"{type(self).__name__}() {error}{meant}") from None
             init(self, made(*args, **kwargs))
 
         own = inspect.signature(made)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        shown = own.replace(parameters=[itself, *own.parameters.values()], return_annotation=None)
-        __init__.__signature__ = shown  # type: ignore[attr-defined]
+        parameters = map(_plain, own.parameters.values())
+        __init__.__signature__ = _Lines([itself, *parameters])  # type: ignore[attr-defined]
         __init__.__doc__ = described(made) if isinstance(made, type) else init.__doc__
         return __init__
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.base.errors import RequestError
+from penstock.base.other_names import named_arguments
 from penstock.step.structure import Structure
 
 _MOST_BIAS = 1e30
@@ -18,6 +19,7 @@ MOST = 2**63 - 1
 MOST_OUTPUTS = 2**16
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Holds the sampling settings of one request, which check themselves.
