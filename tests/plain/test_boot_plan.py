@@ -1,5 +1,6 @@
 """engine.plan: what a boot decides, as values: a table of machines and models, and the plan of each."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -289,6 +290,23 @@ def test_a_draft_model_is_within_the_same_budget() -> None:
     assert both.beside == alone.beside + both.of_draft.beside > alone.beside
     without = replace(both, settings=replace(both.settings, graphs=False))
     assert without.beside == 0
+
+
+@pytest.mark.parametrize("blocks", [None, 100])
+@pytest.mark.parametrize("hardware", [HOPPER, CPU])
+def test_a_budget_that_is_too_small_says_the_least_that_would_do(
+    hardware: Hardware, blocks: int | None
+) -> None:
+    outline = outlined(DENSE, hardware, 20 * MIB, kv_blocks=blocks)
+    measured = Measured(STEP, hardware, disk=True, rates=USUAL)
+    with pytest.raises(BudgetError, match="is too small for one group") as refused:
+        plan_boot(outline, measured)
+    found = re.search(r"so that the budget is ([\d,]+) MiB at least", str(refused.value))
+    assert found is not None
+    least = int(found[1].replace(",", "")) * MIB
+    plan_boot(replace(outline, total=least), measured)
+    with pytest.raises(BudgetError):
+        plan_boot(replace(outline, total=least - MIB), measured)
 
 
 def test_decode_steps_of_a_draft_model_have_a_row_for_each_sequence() -> None:
