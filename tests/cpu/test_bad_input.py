@@ -674,16 +674,11 @@ def test_help_shows_no_places_of_this_machine_and_lines_of_a_usual_length() -> N
 def test_a_directory_for_kv_that_cannot_be_is_told_alike_by_one_rank_and_by_two(tmp_path: Path) -> None:
     nowhere = tmp_path / "file"
     nowhere.touch()
-    asked = {
-        "device": "cpu",
-        "host_kv_memory": "4MiB",
-        "disk_kv_memory": "4MiB",
-        "kv_directory": nowhere / "kv",
-    }
+    asked = {"device": "cpu", "host_kv_memory": "4MiB", "disk_kv_memory": "4MiB", "kv_store": "off"}
     said = []
     for ranks in (1, 2):
         with pytest.raises(DeviceError) as refused:
-            LLM(SHIPPED_MODEL, tensor_parallel=ranks, max_length=256, **asked)  # type: ignore[arg-type]
+            LLM(SHIPPED_MODEL, tensor_parallel=ranks, kv_directory=nowhere / "kv", **asked)  # type: ignore[arg-type]
         said.append(str(refused.value).partition(" for KV ")[2])
     assert said[0] == said[1]
     assert said[0].startswith(f"cannot be reserved in {nowhere}/kv: Not a directory")

@@ -8,7 +8,8 @@ docs/settings.md (tools/settings_table.py).
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -217,6 +218,16 @@ class Declared:
     def __post_init__(self) -> None:
         for one in settings_of(type(self)):
             object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
+
+
+def as_flags(text: str, names: Collection[str]) -> str:
+    """Return a text in which settings of these names are written as flags: max_length as --max-length."""
+    return re.sub(
+        # Not within the name of a file, or within quotes.
+        r"(?<![\w./'\"-])[a-z]+_[a-z_]+(?![\w/'\"=-]|\.\w)",
+        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in names else name[0],
+        text,
+    )
 
 
 def described(kind: type) -> str:

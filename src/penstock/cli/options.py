@@ -4,7 +4,6 @@ Flags of the engine come from the fields of Config (see base.setting). All value
 imported, which takes 1.2 s.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, reduce
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from penstock.arch.formats.recipe import SHAPE_FORMATS, Recipe
+from penstock.base import setting
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
@@ -111,13 +111,7 @@ def _click_type(one: SettingField) -> object:
 def as_flags(text: str, more: Collection[str] = ()) -> str:
     """Return a text in which settings of the engine, and `more`, are written as flags: max_length as
     --max-length."""
-    names = {*ENGINE_SETTINGS, *more}
-    return re.sub(
-        # Not within the name of a file, or within quotes.
-        r"(?<![\w./'\"-])[a-z]+_[a-z_]+(?![\w/'\"=-]|\.\w)",
-        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in names else name[0],
-        text,
-    )
+    return setting.as_flags(text, {*ENGINE_SETTINGS, *more})
 
 
 def weight_format(section: str) -> Decorator:

@@ -52,7 +52,7 @@ class Setting:
     costs: StepCosts | None = None
     """Steps cost this there, if anybody measured it."""
     elsewhere: bool = False
-    """Nobody measured steps here: these costs are of another CPU, and taken to hold here."""
+    """Says that nobody measured steps here: these costs are of another CPU, and taken to hold here."""
     cpu_read: tuple[float, ...] = ()
     cpu_source: str = ""
     """Bytes/s that the CPU reads of what it computes, by class of rows, and where they are from."""

@@ -14,13 +14,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
 from penstock.base.units import counted
+from penstock.bench.doctor.fitting import UNKNOWN, least_squares, rate_of
 from penstock.bench.machine import machine
 from penstock.bench.shapes import LAYERS_OF
 from penstock.bench.speed import measure
@@ -43,9 +43,6 @@ KV_TOKENS = 64 * (2048 + 256)
 """Most tokens in KV, of all sequences together."""
 SURE = 1.2
 """A prompt counts as the device's where it takes so many times what launching it does."""
-NEAR, ROUNDS = 0.03, 12
-"""Relative errors up to which rows of a fit count in full, and how often it is made again with new
-weights."""
 OUTPUT, REPEAT = 32, 3
 STREAMED_STEPS, STREAMED_SPAN = 48, 8
 """Steps before any is timed and as many that are, in spans of so many: counters are read between spans
@@ -155,6 +152,7 @@ class Ceilings:
 
 
 def ceilings_of(device: torch.device, dtype: str) -> Ceilings:
+    """Measure the rates of a device."""
     found = []
     for measured in (
         copy_rate,
@@ -213,6 +211,7 @@ def _probe(
 def step_sample(
     name: str, shape: Shape, dtype: str, step: StepShape, rows: int, context: int, ms: float
 ) -> StepSample:
+    """Return what was measured of a step. ms: its milliseconds."""
     moe = sum(shape.spec.moe_layers)
     return StepSample(
         name,
@@ -234,6 +233,7 @@ def work_of(shape: Shape, dtype: str, step: StepShape) -> UseWork:
 
 @contextmanager
 def run_of(config: Config, shape: Shape, override: Override | None = None) -> Iterator[Booted]:
+    """Lend an engine of random weights in a shape."""
     booted = boot(config, shape, override=override)
     device = booted.device
     try:
@@ -309,6 +309,7 @@ def _expert_layer(
 
 
 def measured_now() -> str:
+    """Return the date and versions of a measurement."""
     about = machine()
     return f"{about.date}, penstock {about.commit or about.penstock}, torch {about.torch}"
 
@@ -405,43 +406,6 @@ def _pairs(samples: Sequence[StepSample]) -> list[tuple[StepSample, StepSample]]
         by.setdefault((sample.shape, sample.context), []).append(sample)
     ordered = [sorted(those, key=lambda one: one.layers) for those in by.values()]
     return [(those[0], those[-1]) for those in ordered if those[0].layers < those[-1].layers]
-
-
-UNKNOWN = 1e18
-"""Operations/s that stand for a cost that the samples did not show."""
-
-
-def rate_of(seconds: float, fallback: float) -> float:
-    return 1 / seconds if seconds > 0 else fallback
-
-
-def least_squares(
-    table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None
-) -> list[float]:
-    """Return non-negative coefficients with the least relative error over all rows.
-
-    Columns that would be negative are left out, worst first. Rows that remain far off count less (Huber's
-    weights): something else held up those.
-    """
-    weight = np.asarray(seconds if scale is None else scale)
-    rows, wanted = np.asarray(table) / weight[:, None], np.asarray(seconds) / weight
-    size = np.abs(rows).max(axis=0)
-    used, trust = [column for column in range(rows.shape[1]) if size[column] > 0], np.ones(len(wanted))
-    result = np.zeros(rows.shape[1])
-    for _ in range(ROUNDS):
-        while used:
-            found, *_ = np.linalg.lstsq(
-                rows[:, used] / size[used] * trust[:, None], wanted * trust, rcond=None
-            )
-            if found.min() >= 0:
-                break
-            used.pop(int(found.argmin()))
-        result[:] = 0.0
-        if used:
-            result[used] = found / size[used]
-        apart = np.abs(rows @ result - wanted)
-        trust = np.sqrt(np.minimum(1.0, NEAR / np.maximum(apart, 1e-12)))
-    return [float(value) for value in result]
 
 
 def _title(sample: StepSample) -> str:

@@ -16,17 +16,15 @@ from penstock.base.config import Config
 from penstock.base.cores import cpu_name
 from penstock.base.units import counted
 from penstock.bench.doctor.calibration import (
-    UNKNOWN,
     Calibration,
     Ceilings,
     StepSample,
     ceilings_of,
-    least_squares,
     measured_now,
-    rate_of,
     run_of,
     step_sample,
 )
+from penstock.bench.doctor.fitting import UNKNOWN, least_squares, rate_of
 from penstock.bench.shapes import HOST_LAYERS_OF
 from penstock.bench.speed import measure
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts

@@ -231,7 +231,7 @@ class ModelCard(AnswerObject):
     state: Literal["unloaded", "loading", "loaded", "unloading"] | UnsetType = UNSET
     """Told where models are loaded at their first use."""
     fault: str | UnsetType = UNSET
-    """Why its last load has failed, or its engine. A request may try again."""
+    """Says why its last load has failed, or its engine. A request may try again."""
 
 
 class ModelList(AnswerObject):
