@@ -4,7 +4,7 @@ has to be here."""
 import math
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -285,7 +285,7 @@ def command(
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
     chosen = dtype_there(machine, spec.dtype) if dtype == "auto" else dtype
-    kept = costs or kept_costs(machine, cache.expanduser(), chosen, name_of(spec.format))
+    kept = costs or kept_costs(machine, cache.expanduser(), chosen, name_of(spec.format), asked)
     setting, usual_step = settle(machine, asked, kept)
     setting = _with_cpu(setting, settings, cpu_rate)
     use = _expert_use(spec, batch, hits, routing)
@@ -344,16 +344,26 @@ def dtype_there(machine: str | None, stored: str) -> str:
     return "float32" if here else stored
 
 
-def kept_costs(machine: str | None, cache: Path, dtype: str, few_bits: str = "") -> Path | None:
+def _means_gpu(asked: Collection[str]) -> bool:
+    """Tell whether figures that are given are those of a GPU, though there may be none here: one has memory
+    of its own beside the host's."""
+    return "device_memory" in asked and "host_memory" in asked
+
+
+def kept_costs(
+    machine: str | None, cache: Path, dtype: str, few_bits: str = "", asked: Collection[str] = ()
+) -> Path | None:
     """The file that has a machine's costs of steps in a dtype, by default this one's; None where nobody
     measured them. On a CPU it is then one that comes with penstock, of another CPU.
 
-    few_bits: the format of weights, empty for dense ones.
+    few_bits: the format of weights, empty for dense ones. asked: names of figures that are given.
     """
     if machine is None:
         if gpu := _gpu()[0]:
             file = costs_file(cache, gpu, dtype)
             return file if file.exists() else None
+        if _means_gpu(asked):
+            return None
         kind = host_kind(dtype, few_bits)
         files = costs_file(cache, cpu_name(), kind), SHIPPED / f"cpu-{kind}.json"
         return next((file for file in files if file.exists()), None)
@@ -372,7 +382,7 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
     steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
     if machine is None:
-        gpu, free = "device_memory" in asked or _gpu()[1], _free_memory()
+        gpu, free = _gpu()[1] or _means_gpu(asked), _free_memory()
         if gpu:
             found = {"device_memory": int(gpu), "host_memory": free * 4 // 5}
         else:
