@@ -126,7 +126,10 @@ def test_an_engine_is_measured() -> None:
 
 def test_the_costs_of_a_cpu_are_found_again() -> None:
     """Of steps in which launching and computing add up."""
-    true = replace(TRUE, host=True, prompt=replace(PROMPT, step=0.0))
+    ceilings = Ceilings(link=1e10, read=3e10, copy=3e10, compute=4e11)
+    decode = tuple(DecodeCosts(rows, 2e-4, 2e-4, 3e-4, 2e10 / rows, 1e10 / rows, 8e9) for rows in (1, 16))
+    prompt = PromptCosts(2e11, 1e11, 3e11, ceilings.copy, 0.0, 0.0, 0.0, 0.0)
+    true = replace(TRUE, host=True, decode=decode, prompt=prompt)
     found = []
     for name, (config, depths) in HOST_LAYERS_OF.items():
         for layers in depths:
@@ -139,7 +142,7 @@ def test_the_costs_of_a_cpu_are_found_again() -> None:
             for tokens in (128, 512):
                 work = work_of(shape, "bfloat16", prompt_step(shape.spec, "bfloat16", 1, tokens, tokens))
                 found.append(StepSample(name, layers, 0, tokens, work, (0, 0), true.chunk_seconds(work)))
-    costs = fit_host(found, CEILINGS, "bfloat16")
+    costs = fit_host(found, ceilings, "bfloat16")
     assert costs.host
     for got, right in zip(costs.decode, true.decode, strict=True):
         assert (got.layer, got.weight_read) == pytest.approx((right.layer, right.weight_read), rel=1e-2)

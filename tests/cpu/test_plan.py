@@ -277,7 +277,7 @@ def test_by_default_sizes_are_those_of_this_machine(
     assert 2**26 < figures["host_memory"]["value"] < 2**46
     assert figures["link_rate"] == {"value": MACHINES["desktop-24"].link_rate, "source": "assumed"}
     nvidia_smi.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
-    without = json_of(capsys, "0.6B")["setting"]["figures"]
+    without = json_of(capsys, "0.6B", "--cache", str(nvidia_smi.parent / "none"))["setting"]["figures"]
     assert without["host_memory"] == {"value": 0, "source": "assumed"}
     assert without["device_memory"]["source"] == "this machine"
     assert without["compute"]["source"] == without["device_read"]["source"] == "assumed"
