@@ -1,6 +1,7 @@
 """Whatever is wrong with a model, a setting or a prompt is said in one line, as an error of its kind, and
 nothing else suffers."""
 
+import inspect
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -634,3 +636,49 @@ def test_a_token_that_the_tokenizer_alone_has_ends_one_prompt_and_not_the_engine
         chat = [{"role": "user", "content": "A <|first|> fox"}]
         refused(RequestError, "'<|first|>'", f"token {vocab} ", call=lambda: llm.chat(chat, greedy))
         assert llm.generate("Once upon a time", greedy)[0].tokens == before
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "said"),
+    [
+        (LLM, "gpu_memory_utilization", "here it is device_memory, such as 90%"),
+        (LLM, "tensor_parallel_size", "here it is tensor_parallel"),
+        (LLM, "max_model_len", "here it is max_length"),
+        (LLM, "swap_space", "here it is host_kv_memory"),
+        (LLM, "enable_prefix_caching", "here it is prefix_cache, which is on by default"),
+        (LLM, "quantization", "a checkpoint's config.json says how it is quantised; leave it out"),
+        (LLM, "trust_remote_code", "no code of a checkpoint is ever run; leave it out"),
+        (LLM, "enforce_eager", "here it is graphs=False"),
+        (LLM, "device_memry", "did you mean device_memory?"),
+        (LLM, "foo", "help() names those that there are"),
+        (SamplingParams, "max_token", "did you mean max_tokens?"),
+        (SamplingParams, "max_new_tokens", "here it is max_tokens"),
+        (SamplingParams, "enforce_eager", "help() names those that there are"),
+    ],
+)
+def test_an_argument_that_is_not_known_is_answered_with_what_was_meant(
+    made: Any, name: str, said: str
+) -> None:
+    with pytest.raises(TypeError) as refused:
+        made(**{name: 1})
+    assert str(refused.value) == f"{made.__name__}() got an unexpected keyword argument {name!r}; {said}"
+
+
+def test_help_shows_no_places_of_this_machine_and_lines_of_a_usual_length() -> None:
+    lines = str(inspect.signature(LLM)).splitlines()
+    assert lines[0].startswith("(model=None, *, device='auto', ")
+    assert max(map(len, lines)) <= 80
+    assert "Path(" not in "".join(lines)
+
+
+def test_a_directory_for_kv_that_cannot_be_is_told_alike_by_one_rank_and_by_two(tmp_path: Path) -> None:
+    nowhere = tmp_path / "file"
+    nowhere.touch()
+    asked = {"device": "cpu", "host_kv_memory": "4MiB", "disk_kv_memory": "4MiB", "kv_store": "off"}
+    said = []
+    for ranks in (1, 2):
+        with pytest.raises(DeviceError) as refused:
+            LLM(SHIPPED_MODEL, tensor_parallel=ranks, kv_directory=nowhere / "kv", **asked)  # type: ignore[arg-type]
+        said.append(str(refused.value).partition(" for KV ")[2])
+    assert said[0] == said[1]
+    assert said[0].startswith(f"cannot be reserved in {nowhere}/kv: Not a directory")

@@ -655,7 +655,7 @@ def test_contexts_on_the_host_stream_once_for_each_token() -> None:
     table = str(report).splitlines()
     assert len({len(row) for row in table[2:]}) == 1
     assert re.search(
-        r"^ +400 .* [KM]iB +100 KiB +[\d,]+ tokens/s +[\d.]+% +\S+ s a token +92.0 KiB a step +[\d.]+%$",
+        r"^ +400 .* [KM]iB +100 KiB +[\d,]+ tokens/s +[\d.]+% +\S+ ms a token +92.0 KiB a step +[\d.]+%$",
         table[-1],
     )
     assert [text.partition(" tokens: prompt in ")[0] for text in told[-3:]] == ["72", "200", "400"]

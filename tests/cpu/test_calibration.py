@@ -16,7 +16,9 @@ from penstock.bench.doctor.calibration import (
     predicted,
     work_of,
 )
-from penstock.bench.shapes import LAYERS_OF, SHAPES
+from penstock.bench.doctor.host_steps import fit_host
+from penstock.bench.doctor.host_steps import predicted as predicted_on_host
+from penstock.bench.shapes import HOST_LAYERS_OF, LAYERS_OF, SHAPES
 from penstock.engine.costs import DecodeCosts, PromptCosts, StepCosts, prompt_seconds
 from penstock.engine.passes import decode_step, prompt_step
 from penstock.weights.checkpoint.shape import Shape
@@ -120,3 +122,29 @@ def test_an_engine_is_measured() -> None:
     assert all(one.seconds > 0 for one in found.samples)
     assert StepCosts.parse(found.costs.line(), "here") == found.costs
     assert said == [f"measured steps of {name}" for name in shapes]
+
+
+def test_the_costs_of_a_cpu_are_found_again() -> None:
+    """Of steps in which launching and computing add up."""
+    ceilings = Ceilings(link=1e10, read=3e10, copy=3e10, compute=4e11)
+    decode = tuple(DecodeCosts(rows, 2e-4, 2e-4, 3e-4, 2e10 / rows, 1e10 / rows, 8e9) for rows in (1, 16))
+    prompt = PromptCosts(2e11, 1e11, 3e11, ceilings.copy, 0.0, 0.0, 0.0, 0.0)
+    true = replace(TRUE, host=True, decode=decode, prompt=prompt)
+    found = []
+    for name, (config, depths) in HOST_LAYERS_OF.items():
+        for layers in depths:
+            shape = Shape.of({**config, "num_hidden_layers": layers}, name)
+            for one in true.decode:
+                for context in (80, 800):
+                    work = work_of(shape, "bfloat16", decode_step(shape.spec, "bfloat16", one.rows, context))
+                    seconds = true.decode_seconds(one.rows, work)
+                    found.append(StepSample(name, layers, one.rows, context, work, (0, 0), seconds))
+            for tokens in (128, 512):
+                work = work_of(shape, "bfloat16", prompt_step(shape.spec, "bfloat16", 1, tokens, tokens))
+                found.append(StepSample(name, layers, 0, tokens, work, (0, 0), true.chunk_seconds(work)))
+    costs = fit_host(found, ceilings, "bfloat16")
+    assert costs.host
+    for got, right in zip(costs.decode, true.decode, strict=True):
+        assert (got.layer, got.weight_read) == pytest.approx((right.layer, right.weight_read), rel=1e-2)
+    for sample in found:
+        assert predicted_on_host(costs, sample) == pytest.approx(sample.seconds, rel=0.02)

@@ -176,7 +176,7 @@ def test_an_answer_stays_where_no_other_comes(
         ("/undo", "there is no message to take back"),
         ("/retry", "there is no message to answer again"),
         ("/rtry", "/rtry is no command of the chat; did you mean /retry? /help lists them"),
-        ("/set temperature 9", "9 is not from 0 to 2"),
+        ("/set temperature 9", "temperature 9.0 must be from 0 to 2"),
         ("/set top_p none", "top_p 'none' is no number; give one, or default"),
         ("/set top_k 1.5", "top_k '1.5' is no whole number"),
         ("/set warmth 1", "'warmth' is no setting of the chat; names are temperature, top_p"),

@@ -400,9 +400,11 @@ def test_every_setting_has_a_flag() -> None:
 def test_every_setting_is_a_keyword_of_llm_with_its_help() -> None:
     shown, explained = signature(LLM).parameters, LLM.__init__.__doc__ or ""
     for one in settings_of(Config):
-        assert shown[one.name].default == one.default
+        usual = str(one.default) if isinstance(one.default, Path) else one.default
+        assert one.name == "model" or shown[one.name].default == usual
         assert f"{one.name}: {one.help.split()[0]}" in explained
     assert next(iter(shown)) == "model"
+    assert shown["model"].default is None
     assert {"progress", "trace", "loading"} < {*shown}
 
 
@@ -684,7 +686,7 @@ def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.M
             f"the request has 5000 tokens of prompt, but the context holds {CONTEXT} in all; shorten it",
         ),
         (["abc", "--max-tokens", "5000"], "3 tokens of prompt and 5000 of output"),
-        (["abc", "--temperature", "-1"], "-1 is not from 0 to 2; 0 is greedy"),
+        (["abc", "--temperature", "-1"], "temperature -1.0 must be from 0 to 2; 0 is greedy"),
         (["abc", "--temperature", "hot"], "'hot' is not a valid float; see penstock run --help"),
         (["abc", "--top-p", "nan"], "--top-p nan must be above 0"),
         (["abc", "--stop", ""], "at least one character"),

@@ -214,9 +214,13 @@ def test_when_patience_is_over_everybody_is_told(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("when", ["at work", "idle"])
-def test_when_the_engine_fails_everybody_is_told(llm: LLM, when: str) -> None:
+def test_when_the_engine_fails_everybody_is_told(
+    llm: LLM, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    afterwards = {"afterwards": "tiny is unloaded"} if when == "idle" else {}
+
     async def run() -> None:
-        broker = RequestBroker(LocalBackend(llm), Metrics(), queue=3)
+        broker = RequestBroker(LocalBackend(llm), Metrics(), queue=3, **afterwards)
         fault = OSError("the device is gone")
         if when == "idle":
             with patch.object(EngineDriver, "check", side_effect=fault):
@@ -237,6 +241,8 @@ def test_when_the_engine_fails_everybody_is_told(llm: LLM, when: str) -> None:
         await broker.close(100.0)
 
     asyncio.run(run())
+    follows = afterwards.get("afterwards", "the server stops; restart it")
+    assert f"the engine has failed: the device is gone; {follows}" in caplog.text
 
 
 def test_of_those_that_wait_the_least_number_is_first_long_or_short(llm: LLM) -> None:

@@ -189,7 +189,12 @@ def test_a_model_that_cannot_be_read_takes_no_other_down(server: Server, broken:
         assert (status, "retry-after" in headers) == (503, True)
         assert f"the model broken cannot be loaded: {broken}/config.json is not JSON" in str(body)
         assert "then restart the server" in str(body)
-    assert server.ask("GET", "/v1/models/broken")[2]["state"] == "unloaded"
+    card = server.ask("GET", "/v1/models/broken")[2]
+    assert card["state"] == "unloaded"
+    assert card["fault"].startswith("the model broken cannot be loaded: ")
+    listed = {one["id"]: one for one in server.ask("GET", "/v1/models")[2]["data"]}
+    assert listed["broken"] == card
+    assert "fault" not in listed["small"]
     assert "is not JSON" in server.ask("GET", "/state")[2]["models"][0]["fault"]
 
 
@@ -219,6 +224,7 @@ def test_an_engine_that_is_killed_ends_its_requests_alone(server: Server, right:
         why = "the engine of shipped has ended: its process was killed by signal 9"
         assert why in last[0]["error"]["message"]
         assert len(goes_on.events()) > 10
+    assert "the server stops" not in server.said()
     assert ask(server, "shipped")[2]["choices"][0]["text"] == right["shipped"]
 
 

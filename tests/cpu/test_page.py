@@ -160,7 +160,7 @@ def test_a_file_comes_with_its_type_and_is_strict_about_where_from(server: Serve
 
 def test_the_form_takes_the_temperatures_that_the_server_takes() -> None:
     from penstock.server.http.page import FILES as served
-    from penstock.server.wire.requests import MOST_TEMPERATURE
+    from penstock.step.params import MOST_TEMPERATURE
 
     field = f'<input id="temperature" type="number" min="0" max="{MOST_TEMPERATURE}"'
     assert field.encode() in served["/"].content

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from penstock.arch.formats.recipe import config_in
+from penstock.base.cores import cpu_name
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
 from penstock.cli.commands import plan
@@ -276,10 +277,33 @@ def test_by_default_sizes_are_those_of_this_machine(
     assert 2**26 < figures["host_memory"]["value"] < 2**46
     assert figures["link_rate"] == {"value": MACHINES["desktop-24"].link_rate, "source": "assumed"}
     nvidia_smi.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
-    without = json_of(capsys, "0.6B")["setting"]["figures"]
+    without = json_of(capsys, "0.6B", "--cache", str(nvidia_smi.parent / "none"))["setting"]["figures"]
     assert without["host_memory"] == {"value": 0, "source": "assumed"}
     assert without["device_memory"]["source"] == "this machine"
-    assert without["compute"] == {"value": MACHINES["cpu"].compute, "source": "assumed"}
+    assert without["compute"]["source"] == without["device_read"]["source"] == "assumed"
+
+
+def test_what_the_doctor_measured_of_this_machines_cpu_is_found(
+    nvidia_smi: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By dtype, and whether weights have few bits; else it is that of another CPU, and said to be."""
+    nvidia_smi.write_text("#!/bin/sh\nexit 6\n")
+    for kind, read in (("bfloat16", 3e9), ("bfloat16-int4", 5e9)):
+        known = read_costs(SHIPPED / f"cpu-{kind}.json")
+        file = costs_file(tmp_path, cpu_name(), kind)
+        keep_costs(replace(known, device="This CPU", device_read=read, disk_rate=7e8), file)
+    asked = ["100M", "--dtype", "bfloat16", "--cache"]
+    for more, read in (([], 3e9), (["--format", "int4"], 5e9), (["--format", "int8"], 5e9)):
+        found = json_of(capsys, *asked, str(tmp_path), *more)["setting"]
+        assert found["costs"]["device"] == "This CPU"
+        assert found["figures"]["device_read"] == {"value": read, "source": "measured"}
+        assert found["figures"]["disk_rate"] == {"value": 7e8, "source": "measured"}
+        assert not found["elsewhere"]
+    assert "Steps cost what they did on This CPU" in text_of(capsys, *asked, str(tmp_path))
+    text = text_of(capsys, *asked, str(tmp_path / "empty"))
+    assert "Nobody measured steps here: they are taken to cost what they did on AMD EPYC" in text
+    none = json_of(capsys, *asked, str(tmp_path / "empty"))
+    assert none["setting"]["figures"]["device_read"]["source"] == ASSUMED
 
 
 def test_a_model_is_a_file_a_directory_or_a_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,7 +400,7 @@ def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.Capture
         (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
         (["8B", "--cpu-rate", "60GB/s"], "--cpu-compute is off; add --cpu-compute auto"),
         (["8B", "--cpu-compute", "on", "--cpu-rate", "60GB/s,50GB/s"], "one each for 1, 2, 4, 8 and 16 rows"),
-        (["8B", "--device-memory", "2GiB"], "too small for one group of weights"),
+        (["8B", "--machine", "desktop-24", "--device-memory", "2GiB"], "too small for one group of weights"),
         (["8B", "--machine", "laptop", "--picture", "/nowhere/plan.png"], "its directory does not exist"),
     ],
 )

@@ -69,7 +69,7 @@ SEEDED = SamplingParams(
 
 def test_a_seed_means_the_same_tokens_whatever_else_runs(llm: LLM) -> None:
     [alone] = llm.generate(PROMPT, SEEDED)
-    others = [replace(SEEDED, seed=None, temperature=heat) for heat in (0.0, 0.5, 1.5, 3.0)]
+    others = [replace(SEEDED, seed=None, temperature=heat) for heat in (0.0, 0.5, 1.5, 2.0)]
     prompts = [*tiny.prompts()[:4], PROMPT]
     assert llm.generate(prompts, [*others, SEEDED])[-1].tokens == alone.tokens
     assert llm.generate(prompts[::-1], [SEEDED, *others])[0].tokens == alone.tokens
@@ -208,9 +208,9 @@ def test_exactly_the_expected_tokens_can_come_up(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": 3.0, "top_k": 1},
-        {"temperature": 3.0, "top_p": 1e-9},
-        {"temperature": 3.0, "min_p": 1.0},
+        {"temperature": 2.0, "top_k": 1},
+        {"temperature": 2.0, "top_p": 1e-9},
+        {"temperature": 2.0, "min_p": 1.0},
         {"temperature": 1e-4},
         {"temperature": 1e-40},
     ],

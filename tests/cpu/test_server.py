@@ -671,6 +671,14 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert "\n" not in said["error"]["message"]
 
 
+def test_a_request_that_is_too_long_is_told_its_own_fields_and_the_servers_flags(server: Server) -> None:
+    status, _, said = server.ask("POST", TEXT, {"model": "shipped", "prompt": "a", "max_tokens": 10**6})
+    assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+    message = said["error"]["message"]
+    assert "; shorten the prompt or lower max_tokens, " in message
+    assert "or let the server's operator allow a larger --max-length" in message
+
+
 def test_openais_client_raises_what_it_is_told(client: Any, server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="other", messages=TALK)

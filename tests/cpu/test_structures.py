@@ -349,6 +349,12 @@ def test_an_output_that_cannot_be_followed_ends_and_says_so(
             r'Unimplemented keys: \["not"\]; at /\$defs/a',
         ),
         ("json_schema", {"type": "integer", "minimum": 3, "maximum": 2}, "is greater than maximum"),
+        ("json_schema", {"type": "strin"}, "Invalid type: strin; at the root of the schema"),
+        (
+            "json_schema",
+            {"properties": {"a": {"properties": {"b": 5}}}},
+            "must be an object or boolean; at /properties/a/properties/b",
+        ),
         ("json_schema", {"$ref": "#"}, "no text matches it"),
         ("json_schema", {"items": {"multipleOf": 9999999}}, "multipleOf comes to 9999999"),
         ("json_schema", '{"multipleOf": 1' + "0" * 400 + "}", "multipleOf comes to more than can be shown"),

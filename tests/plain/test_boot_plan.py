@@ -1,5 +1,6 @@
 """engine.plan: what a boot decides, as values: a table of machines and models, and the plan of each."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from penstock.ops.row_classes import MOST_TOKENS
 from penstock.weights.streaming.beside import LOSS
 from penstock.weights.streaming.residency import Placement, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates, lay_ring
-from penstock.worker.sizes import row_counts, run_counts, shared_bytes
+from penstock.worker.sizes import HEAD_ROWS, graph_bytes, row_counts, run_counts, shared_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 DENSE = {
@@ -289,6 +290,39 @@ def test_a_draft_model_is_within_the_same_budget() -> None:
     assert both.beside == alone.beside + both.of_draft.beside > alone.beside
     without = replace(both, settings=replace(both.settings, graphs=False))
     assert without.beside == 0
+
+
+@pytest.mark.parametrize("blocks", [None, 100])
+@pytest.mark.parametrize("hardware", [HOPPER, CPU])
+def test_a_budget_that_is_too_small_says_the_least_that_would_do(
+    hardware: Hardware, blocks: int | None
+) -> None:
+    outline = outlined(DENSE, hardware, 20 * MIB, kv_blocks=blocks)
+    measured = Measured(STEP, hardware, disk=True, rates=USUAL)
+    with pytest.raises(BudgetError, match="is too small for one group") as refused:
+        plan_boot(outline, measured)
+    found = re.search(r"so that the budget is ([\d,]+) MiB at least", str(refused.value))
+    assert found is not None
+    least = int(found[1].replace(",", "")) * MIB
+    plan_boot(replace(outline, total=least), measured)
+    with pytest.raises(BudgetError):
+        plan_boot(replace(outline, total=least - MIB), measured)
+
+
+def test_decode_steps_of_a_draft_model_have_a_row_for_each_sequence() -> None:
+    """It verifies nothing, so it records no more of them, and less memory is set aside."""
+    both = beside(outlined(DENSE, HOPPER, 8 * GIB))
+    both = replace(
+        both, settings=replace(both.settings, speculate="self"), limits=replace(both.limits, max_sequences=2)
+    )
+    draft = both.of_draft
+    assert draft is not None
+    assert draft.draft is None
+    assert (both.sizes.rows(both.spec), draft.sizes.rows(draft.spec)) == (HEAD_ROWS, 2)
+    assert draft.sizes.drafted == both.sizes.drafted > 0, "it computes trees, for which kernels are compiled"
+    assert draft.beside < replace(draft, only_drafts=False).beside
+    tokens = both.limits.max_step_tokens
+    assert draft.beside == graph_bytes(draft.spec, draft.dtype, 2, tokens)
 
 
 def test_a_draft_model_rests_where_the_target_streams() -> None:

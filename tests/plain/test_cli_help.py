@@ -18,13 +18,15 @@ import pytest
 
 from penstock import __version__
 from penstock.api.outputs import Delta
+from penstock.base import other_names
 from penstock.base.config import CACHE, completion_file, state_directory
 from penstock.base.errors import PenstockError
-from penstock.cli import options, other_names
+from penstock.cli import options
 from penstock.cli.command import Option
 from penstock.cli.commands import chat, pack, plan, run
 from penstock.cli.commands.run import Screen
 from penstock.cli.main import COMMANDS, main, root
+from penstock.cli.model_names import hub_name
 from penstock.cli.options import as_flags
 from penstock.cli.prompt import SHIPPED_MODEL, PromptText, model_and_prompt
 from penstock.hub.names import ModelName
@@ -469,7 +471,7 @@ def test_help_is_a_word_too(asked: list[str], same: list[str], capsys: pytest.Ca
     ],
 )
 def test_a_model_of_ollamas_is_named_as_the_hub_has_it(theirs: str, ours: str | None) -> None:
-    assert other_names.hub_name(theirs) == ours
+    assert hub_name(theirs) == ours
     assert ours is None or ModelName.parse(ours) is not None
 
 
@@ -513,3 +515,23 @@ def test_what_other_engines_call_otherwise_is_named_as_it_is_here() -> None:
     for theirs in other_names._OURS:
         assert other_names.ours_for(theirs, options), theirs
         assert theirs not in options
+    assert not other_names._NEEDLESS.keys() & options
+
+
+def test_keys_of_other_servers_are_answered_with_where_they_belong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that somebody takes for one with a key does not start without."""
+    assert main(["serve", "--api-key", "abc"]) == 2
+    assert "here it is --api-keys, a file; or the variable PENSTOCK_API_KEYS" in capsys.readouterr().err
+    monkeypatch.delenv("PENSTOCK_API_KEYS", raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "abc")
+    assert main(["serve"]) == 2
+    assert "VLLM_API_KEY is not read; give its key in PENSTOCK_API_KEYS" in capsys.readouterr().err
+    assert main(["serve", "--api-keys", "sk-abc"]) == 2
+    assert "or the keys themselves in the variable PENSTOCK_API_KEYS" in capsys.readouterr().err
+
+
+def test_an_option_that_is_not_needed_here_is_answered_with_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--trust-remote-code"]) == 2
+    assert "no code of a checkpoint is ever run; leave it out" in capsys.readouterr().err

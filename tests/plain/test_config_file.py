@@ -288,7 +288,7 @@ sys.exit(", ".join(name for name in {heavy.split()!r} if name in sys.modules) or
     [
         ('device = "tpu"', "device 'tpu' is not known"),
         ('[doctor]\ndtype = "int3"', "dtype 'int3' is not known"),
-        ("[run]\ntemperature = -1", "-1 is not from 0 to 2; 0 is greedy"),
+        ("[run]\ntemperature = -1", "temperature -1.0 must be from 0 to 2; 0 is greedy"),
         ("[chat]\nquiet = true\nverbose = true", "--quiet and --verbose exclude each other"),
         ('[serve]\napi-keys = "nowhere"', "the API keys in nowhere cannot be read"),
         ('[serve]\napi-keys = "empty"', "empty has no API key in it"),

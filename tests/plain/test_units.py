@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.base.units import parse_size
+from penstock.base.units import format_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,10 @@ def test_a_share_is_of_a_whole() -> None:
     ):
         with pytest.raises(ConfigError):
             parse_size(text, whole=whole)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0432, "43.2 ms"), (0.999, "999 ms"), (1.0, "1 s"), (61.23, "61.2 s")]
+)
+def test_a_time_below_a_second_is_in_milliseconds(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

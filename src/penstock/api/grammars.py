@@ -22,6 +22,7 @@ _PATIENCE = 0.5
 """Seconds in which the part of a schema is looked for that is at fault."""
 _LONGEST_SAID = 300
 _MOST_SHOWN = 10**30
+_NO_SCHEMA = "schema must be an object or boolean"
 _WITHIN = ("properties", "patternProperties", "$defs", "definitions")
 _OF = ("items", "additionalProperties", "prefixItems", "anyOf", "oneOf", "allOf")
 
@@ -151,17 +152,27 @@ def placed(structure: Structure, error: str, error_of: Callable[[dict[str, objec
                 path, here = f"{path}/{step}", part
                 break
         else:
-            return f"{error}; at {path}" if path else error
+            none = next((step for step, part in _steps(here) if not isinstance(part, dict | bool)), "")
+            if none and _NO_SCHEMA in error:
+                path = f"{path}/{none}"
+            return f"{error}; at {path or 'the root of the schema'}"
 
 
 def _parts(schema: Mapping[str, object]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield the schemas within a schema, and the way to each."""
+    yield from ((step, part) for step, part in _steps(schema) if isinstance(part, dict))
+
+
+def _steps(schema: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield what should be a schema within a schema, and the way to each."""
     for key in (*_WITHIN, *_OF):
         match schema.get(key):
             case dict() as entries if key in _WITHIN:
                 found = [(f"{key}/{name}", part) for name, part in entries.items()]
             case list() as entries:
                 found = [(f"{key}/{place}", part) for place, part in enumerate(entries)]
+            case None:
+                found = []
             case part:
                 found = [(key, part)]
-        yield from ((step, part) for step, part in found if isinstance(part, dict))
+        yield from found

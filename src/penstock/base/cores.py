@@ -5,19 +5,53 @@ is known, and nothing is chosen by it.
 """
 
 import os
+import platform
 import time
 from dataclasses import dataclass
 from math import ceil, floor, inf
 from pathlib import Path
 from typing import Self
 
+from penstock.base.units import counted as quantity
+
 _STAT, _OWN_GROUP, _GROUPS = Path("/proc/stat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_INFO = Path("/proc/cpuinfo")
+_HALVES = {"avx512_bf16", "amx_tile"}
 _UP, _DOWN = 0.35, 0.7
 """Cores that others must take beyond those counted before one more is counted, or leave before one less is.
 A process that never rests takes half a core beside threads of ours on every core, and a whole one once it has
 a core of its own: both are one core. A tenth of a core now and then is none."""
 _WORTH = 8 << 20
 """Bytes of weights that a step reads for which another thread is worth its while."""
+
+
+def cpu_name(info: Path = _INFO) -> str:
+    """Return the processor's name and how many cores this process may run on."""
+    return f"{processor(info)}, {quantity(usable_cores(), 'core')}"
+
+
+def processor(info: Path = _INFO) -> str:
+    """Return the processor's name."""
+    return _told(info, "model name") or platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may run on, where the system knows it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def multiplies_halves(info: Path = _INFO) -> bool:
+    """Tell whether the processor has instructions for products in bfloat16, as `native_half` does without
+    torch."""
+    return not _HALVES.isdisjoint(_told(info, "flags").split())
+
+
+def _told(info: Path, name: str) -> str:
+    try:
+        lines = info.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ docs/settings.md (tools/settings_table.py).
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -17,6 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from penstock.base.errors import ConfigError
+from penstock.base.other_names import unknown_argument
 from penstock.base.units import parse_size
 
 MOST = (1 << 31) - 1
@@ -218,6 +220,16 @@ class Declared:
             object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
 
 
+def as_flags(text: str, names: Collection[str]) -> str:
+    """Return a text in which settings of these names are written as flags: max_length as --max-length."""
+    return re.sub(
+        # Not within the name of a file, or within quotes.
+        r"(?<![\w./'\"-])[a-z]+_[a-z_]+(?![\w/'\"=-]|\.\w)",
+        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in names else name[0],
+        text,
+    )
+
+
 def described(kind: type) -> str:
     """Return a paragraph for each setting of a dataclass: its name, help, details and default."""
     texts = (
@@ -227,12 +239,29 @@ def described(kind: type) -> str:
     return "\n".join(fill(text, 80, subsequent_indent="    ") for text in texts)
 
 
+class _Lines(inspect.Signature):
+    """A signature that help() shows in lines of a usual length."""
+
+    def __str__(self) -> str:
+        return fill(super().__str__(), 80, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter as a user writes it: without its type, which its help tells in words, and without
+    places of this machine."""
+    default = parameter.default
+    if isinstance(default, Path):
+        default = None if default.is_absolute() else str(default)
+    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+
+
 def keywords_of(
     made: Callable[P, Made],
 ) -> Callable[[Callable[[Owner, Made], None]], Callable[Concatenate[Owner, P], None]]:
     """Return a decorator for an `__init__(self, made)` that is then called with the arguments of `made`.
 
-    made: a settings dataclass. Type checkers, editors and help() see its keywords with their types.
+    made: a settings dataclass. Type checkers, editors and help() see its keywords with their types,
+    and help() shows them in lines.
     """
 
     def decorate(init: Callable[[Owner, Made], None]) -> Callable[Concatenate[Owner, P], None]:
@@ -241,13 +270,15 @@ def keywords_of(
             try:
                 own.bind(*args, **kwargs)
             except TypeError as error:  # Whoever calls has never heard of `made`.
-                raise TypeError(f"{type(self).__name__}() {error}") from None
+                strange = next((name for name in kwargs if name not in own.parameters), None)
+                meant = unknown_argument(strange, own.parameters) if strange else ""
+                raise TypeError(f"{type(self).__name__}() {error}{meant}") from None
             init(self, made(*args, **kwargs))
 
         own = inspect.signature(made)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        shown = own.replace(parameters=[itself, *own.parameters.values()], return_annotation=None)
-        __init__.__signature__ = shown  # type: ignore[attr-defined]
+        parameters = map(_plain, own.parameters.values())
+        __init__.__signature__ = _Lines([itself, *parameters])  # type: ignore[attr-defined]
         __init__.__doc__ = described(made) if isinstance(made, type) else init.__doc__
         return __init__
 

@@ -69,6 +69,11 @@ def format_rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}/s"
 
 
+def format_duration(seconds: float) -> str:
+    """Return seconds, or milliseconds below one: `43.2 ms`."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 def counted(number: int, what: str, more: str = "") -> str:
     """Return a number of things: `1 token`, `2,000 tokens`. more: the plural, if it has no s."""
     return f"{number:,} {what if number == 1 else more or what + 's'}"

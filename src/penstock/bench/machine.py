@@ -1,7 +1,6 @@
 """Names the machine that a measurement was made on, so that its numbers mean something later and
 elsewhere."""
 
-import os
 import platform
 import subprocess
 from dataclasses import dataclass
@@ -9,14 +8,12 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 import torch
 
 from penstock import __version__
 from penstock.base.config import source_commit
+from penstock.base.cores import processor, usable_cores
 from penstock.memory.device import free_memory, total_memory
-
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +56,8 @@ def machine() -> MachineInfo:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return MachineInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        processor=_processor(),
-        # The cores that this process may run on, where the system knows them.
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1,
+        processor=processor(),
+        cores=usable_cores(),
         threads=torch.get_num_threads(),
         memory=total_memory(cpu),
         free=free_memory(cpu),
@@ -79,16 +75,6 @@ def machine() -> MachineInfo:
 def _cuda_device(index: int) -> Device:
     device = torch.device("cuda", index)
     return Device(str(device), torch.cuda.get_device_name(device), total_memory(device), free_memory(device))
-
-
-def _processor() -> str:
-    try:
-        for line in _CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

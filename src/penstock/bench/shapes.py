@@ -105,6 +105,18 @@ LAYERS_OF: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]] = {
 """Widths that real models have, and two numbers of layers of each: what steps are measured with, to tell what
 a layer takes."""
 
+HOST_LAYERS_OF: Mapping[str, tuple[Mapping[str, object], tuple[int, int]]] = {
+    "7M": (_shape("llama", 256, 704, 8, (8, 4, 32), 4096, tie_word_embeddings=True), (2, 8)),
+    "100M": (SHAPES["100M"], (2, 12)),
+    "0.6B": ({**SHAPES["0.6B"], "vocab_size": 32000}, (2, 8)),
+    "mixture": (
+        _shape("qwen3_moe", 512, 1024, 4, (8, 4, 64), 8192, **_QWEN_MOE, moe_intermediate_size=256)
+        | {"num_experts": 16, "num_experts_per_tok": 4},
+        (1, 4),
+    ),
+}
+"""The same for steps on a CPU."""
+
 
 def is_bare(path: Path) -> bool:
     """Tell whether `path` is a model's directory with a config.json and no weights."""

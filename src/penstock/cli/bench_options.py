@@ -17,6 +17,8 @@ from penstock.cli.options import (
     MAX_STEP_TOKENS,
     OUTPUT,
     THREADS,
+    check_temperature,
+    checked,
     far_kv,
     names_of,
     size,
@@ -182,7 +184,8 @@ REQUESTS = (
     option(
         WORK,
         "--temperature",
-        type=click.FloatRange(min=0),
+        type=float,
+        callback=partial(checked, check_temperature),
         default=0.0,
         metavar="T",
         help="Sampling temperature; 0 takes the likeliest tokens. [0]",

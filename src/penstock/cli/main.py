@@ -15,8 +15,8 @@ import click
 
 from penstock import __version__
 from penstock.base.errors import PenstockError
+from penstock.base.other_names import needless, ours_for
 from penstock.cli.command import CONTEXT, Session, config_option, debug_option
-from penstock.cli.other_names import ours_for
 from penstock.cli.terminal import one_line, say
 
 # NAME is penstock.cli.commands.NAME.command, imported when it is called or asked for its own help. So
@@ -196,6 +196,8 @@ def _usage(error: click.ClickException) -> str:
         known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         if ours := ours_for(error.option_name, known):
             return f"error: no such option {error.option_name!r}; here it is {ours}"
+        if why := needless(error.option_name):
+            return f"error: no such option {error.option_name!r}; {why}"
         if error.possibilities:
             return f"error: no such option {error.option_name!r}; did you mean {error.possibilities[0]}?"
     text = error.format_message().rstrip(".")

@@ -156,14 +156,17 @@ def pace_here(shape: Path) -> str:
 
     shape: what `penstock plan` takes.
     """
-    from penstock.cli.commands.plan import kept_costs, machine_of, settle
+    from penstock.arch.formats.recipe import name_of
+    from penstock.cli.commands.plan import dtype_there, kept_costs, machine_of, settle
     from penstock.cli.shape import open_model
     from penstock.engine.forecast import forecast
     from penstock.engine.machines import Work
 
     _, spec, names = open_model(str(shape))
-    setting, step = settle(None, {}, kept_costs(None, Config().cache.expanduser(), spec.dtype))
-    work = Work(spec.dtype, context=min(_CONTEXT, spec.max_length), step_tokens=step)
+    dtype = dtype_there(None, spec.dtype)
+    kept = kept_costs(None, Config().cache.expanduser(), dtype, name_of(spec.format))
+    setting, step = settle(None, {}, kept)
+    work = Work(dtype, context=min(_CONTEXT, spec.max_length), step_tokens=step)
     found = forecast(spec, names, machine_of(setting), work)
     rate = found.decode.tokens_per_second
     pace = f"about {rate:,.0f} tokens/s here" if rate >= _EXACT else f"about {rate:.2g} tokens/s here"

@@ -4,7 +4,6 @@ Flags of the engine come from the fields of Config (see base.setting). All value
 imported, which takes 1.2 s.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, reduce
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from penstock.arch.formats.recipe import SHAPE_FORMATS, Recipe
+from penstock.base import setting
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
@@ -30,7 +30,7 @@ Made = TypeVar("Made")
 PROMPT, SAMPLING, OUTPUT, ENGINE = "Prompt", "Sampling", "Output", "Engine"
 
 
-def _checked(check: Callable[[Any], object], ctx: click.Context, parameter: click.Parameter, value: T) -> T:
+def checked(check: Callable[[Any], object], ctx: click.Context, parameter: click.Parameter, value: T) -> T:
     """Return a flag's value if `check` has nothing against it. Raises click.BadParameter."""
     try:
         if value is not None:
@@ -41,7 +41,7 @@ def _checked(check: Callable[[Any], object], ctx: click.Context, parameter: clic
     return value
 
 
-size = partial(_checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
+size = partial(checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
 """The callback of a flag that takes a size, and is no setting of the engine."""
 
 
@@ -88,7 +88,7 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
         "type": _click_type(one),
         "is_flag": switch,
         "multiple": one.kind is tuple,
-        "callback": partial(_checked, one.checked),
+        "callback": partial(checked, one.checked),
         "metavar": _METAVARS.get(one.kind, one.name.rpartition("_")[2].upper()),
         "help": as_flags(f"{said}" if silent else f"{said} [{usual}]"),
         "rare": ENGINE_SETTINGS.get(one.name) is one and one.name not in COMMON,
@@ -111,13 +111,7 @@ def _click_type(one: SettingField) -> object:
 def as_flags(text: str, more: Collection[str] = ()) -> str:
     """Return a text in which settings of the engine, and `more`, are written as flags: max_length as
     --max-length."""
-    names = {*ENGINE_SETTINGS, *more}
-    return re.sub(
-        # Not within the name of a file, or within quotes.
-        r"(?<![\w./'\"-])[a-z]+_[a-z_]+(?![\w/'\"=-]|\.\w)",
-        lambda name: f"--{name[0].replace('_', '-')}" if name[0] in names else name[0],
-        text,
-    )
+    return setting.as_flags(text, {*ENGINE_SETTINGS, *more})
 
 
 def weight_format(section: str) -> Decorator:
@@ -126,7 +120,7 @@ def weight_format(section: str) -> Decorator:
         section,
         "--format",
         "weight_format",
-        callback=partial(_checked, Recipe.parse),
+        callback=partial(checked, Recipe.parse),
         metavar="NAME",
         help=f"Format of weights: {', '.join(SHAPE_FORMATS)}; int4:128 for groups of 128. [the model's]",
     )
@@ -179,16 +173,14 @@ def _biases(ctx: click.Context, parameter: click.Parameter, values: tuple[str, .
 
 
 def check_temperature(value: float) -> None:
-    """Raise ConfigError for a temperature at which no model makes sense: the engine takes any."""
-    if not 0 <= value <= MOST_TEMPERATURE:
-        raise ConfigError(
-            f"temperature: {value:g} is not from 0 to {MOST_TEMPERATURE:g}; 0 is greedy, 0.7 is usual"
-        )
+    """Raise ConfigError for a temperature that SamplingParams refuse, in their words."""
+    try:
+        SamplingParams(temperature=value)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-MOST_TEMPERATURE = 2.0
-"""Highest temperature that a person may ask for."""
 _FEW = 64
 """Sequences up to which KV is allocated for just so many; for more the engine's own measure holds."""
 
@@ -200,7 +192,7 @@ _SAMPLING = (
         SAMPLING,
         "--temperature",
         type=float,
-        callback=partial(_checked, check_temperature),
+        callback=partial(checked, check_temperature),
         metavar="T",
         help="Divide logits by T; 0 always takes the likeliest token. [the model's, or 1]",
     ),

@@ -51,6 +51,8 @@ class Setting:
     figures: Mapping[str, Figure]
     costs: StepCosts | None = None
     """Steps cost this there, if anybody measured it."""
+    elsewhere: bool = False
+    """Says that nobody measured steps here: these costs are of another CPU, and taken to hold here."""
     cpu_read: tuple[float, ...] = ()
     cpu_source: str = ""
     """Bytes/s that the CPU reads of what it computes, by class of rows, and where they are from."""
@@ -309,13 +311,14 @@ def _machine(setting: Setting) -> list[str]:
         one, most = (format_figure("cpu_rate", rate) for rate in (setting.cpu_read[0], setting.cpu_read[-1]))
         rows.append(("cpu rate", f"{one}, of {MOST_TOKENS} rows {most}", setting.cpu_source))
     assumed = any(figure.source == ASSUMED for figure in setting.figures.values())
+    steps = (
+        "  What steps cost there was not measured: where the device binds, the pace is a bound. "
+        "`penstock doctor` measures it on the machine itself."
+    )
     if setting.costs:
-        steps = f"  Steps cost what they did on {setting.costs.device}, {setting.costs.measured}."
-    else:
-        steps = (
-            "  What steps cost there was not measured: where the device binds, the pace is a bound. "
-            "`penstock doctor` measures it on a GPU."
-        )
+        where = f"what they did on {setting.costs.device}, {setting.costs.measured}."
+        assumed_too = "  Nobody measured steps here: they are taken to cost "
+        steps = f"{assumed_too if setting.elsewhere else '  Steps cost '}{where}"
     return [
         "Machine",
         *aligned(rows, "<><"),

@@ -10,7 +10,7 @@ import click
 
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, RequestError
-from penstock.cli.other_names import hub_name
+from penstock.cli.model_names import hub_name
 from penstock.cli.terminal import is_terminal, say
 from penstock.hub.names import ModelName, looks_like_model
 from penstock.weights.gguf.files import is_gguf

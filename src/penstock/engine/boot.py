@@ -19,7 +19,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, DeviceError
 from penstock.base.trace import Trace
-from penstock.base.units import format_size
+from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import Budget, memory_of
 from penstock.engine.contexts import LongRoom
 from penstock.engine.copying import check_copy, copy_in_few_bits
@@ -55,6 +55,7 @@ from penstock.engine.tree_drafter import TreeDrafter, grows_trees
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.movement.pool import KVPool
 from penstock.kv.store.blocks import BlockStore
+from penstock.kv.store.diskpool import check_directory
 from penstock.memory.device import choose_device, device_name, give_back, left_by, lift_cap
 from penstock.models.draft_head import HiddenTaps
 from penstock.ops.kernels import kernels_of, plain_torch
@@ -215,6 +216,8 @@ def _team(
 
     last = opened.enter_context(ExitStack())  # Closed when all the others are.
     what, draft = described(model), None if context.draft is None else described(context.draft)
+    if config.disk_kv_memory is not None and (size := parse_size(config.disk_kv_memory)):
+        check_directory(config.kv_directory.expanduser(), size)
     crew = launch(config.tensor_parallel, follow, config, what, context.override, draft)
     opened.callback(crew.close)
     try:

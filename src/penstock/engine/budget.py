@@ -155,8 +155,8 @@ def weights_room(total: int, layouts: Sequence[GroupLayout], demand: Demand, *, 
         raise BudgetError(
             f"the budget of {format_size(total)} is too small for one group of weights, "
             f"{format_size(largest)}{way}, beside {format_size(choices[-1] * demand.block_bytes)} of KV and "
-            f"{format_size(demand.beside)} for {demand.beside_parts}{drafts}; raise device_memory, or lower "
-            f"{fewer}{or_none}"
+            f"{format_size(demand.beside)} for {demand.beside_parts}{drafts}; "
+            f"{_raise_to(total + largest + ring - room)}, or lower {fewer}{or_none}"
         )
     return room
 
@@ -235,15 +235,22 @@ def divide(total: int, weights: int, demand: Demand) -> Budget:
     if fixed is not None and fixed > fitting:
         raise BudgetError(
             f"kv_blocks is {fixed}, each of {format_size(block_bytes)}, but of {format_size(total)} "
-            f"{taken}, which leaves room for {fitting}; raise device_memory, or lower kv_blocks{or_none}"
+            f"{taken}, which leaves room for {fitting}; "
+            f"{_raise_to(weights + demand.beside + fixed * block_bytes)}, or lower kv_blocks{or_none}"
         )
     if fitting < 1:
         raise BudgetError(
             f"the budget of {format_size(total)} leaves no room for KV: {taken}, and one block needs "
-            f"{format_size(block_bytes)}; raise device_memory, or lower {_fewer(demand)}{or_none}"
+            f"{format_size(block_bytes)}; {_raise_to(weights + demand.beside + block_bytes)}, "
+            f"or lower {_fewer(demand)}{or_none}"
         )
     blocks = min(fitting, demand.useful_blocks) if fixed is None else fixed
     return Budget(total, weights, demand.activations, block_bytes, blocks, demand.block_size, demand.state)
+
+
+def _raise_to(least: int) -> str:
+    """Return the way to the least budget that would do."""
+    return f"raise device_memory, so that the budget is {-(-least >> 20):,} MiB at least"
 
 
 def _fewer(demand: Demand) -> str:

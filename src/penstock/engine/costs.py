@@ -21,6 +21,8 @@ from penstock.memory.disk import make_private
 from penstock.ops.row_classes import CLASSES
 
 FORMAT = 1
+FEW_BITS = "int4"
+"""The format that a CPU's costs with weights of few bits are measured with."""
 RECORDED_TOKENS = 512
 """Most tokens of a prompt that is replayed as a CUDA graph, where a dense model is resident."""
 SLOT_FETCH = 0.93
@@ -85,6 +87,8 @@ class StepCosts:
         the last that come (see `slot_seconds`).
     cpu_read: bytes/s that the CPU reads of feed-forwards in int4 that it computes, by class of rows, while
         the link carries something else. Empty was not measured.
+    host: whether the device is the CPU itself. It launches and computes in turn, so both add up.
+    disk_rate: bytes/s of reads from disk; 0 was not measured.
     """
 
     device: str
@@ -98,6 +102,8 @@ class StepCosts:
     expert_layer: float = 0.0
     slot_layer: float = 0.0
     cpu_read: tuple[float, ...] = ()
+    host: bool = False
+    disk_rate: float = 0.0
 
     def rows(self, rows: float) -> DecodeCosts:
         """Return the costs of a decode step of `rows` sequences.
@@ -134,17 +140,21 @@ class StepCosts:
             )
             slots = float(body.pop("slot_layer", 0.0))
             cpu = tuple(map(float, body.pop("cpu_read", ())))
+            host, disk = body.pop("host", False) is True, float(body.pop("disk_rate", 0.0))
             if body or not all(isinstance(text, str) for text in (device, dtype, measured)):
                 raise ValueError("it has other fields")
+            rates = (link, read, compute, *cpu, *([disk] if disk else []))
             if not all(0 <= cost < _MOST for cost in (wait, slots)) or not all(
-                1 <= rate < math.inf for rate in (link, read, compute, *cpu)
+                1 <= rate < math.inf for rate in rates
             ):
                 raise ValueError("it has numbers that cannot be")
             if not decode or [one.rows for one in decode] != sorted({one.rows for one in decode}):
                 raise ValueError("rows are not in order")
             if cpu and len(cpu) != CLASSES:
                 raise ValueError(f"the CPU has {len(cpu)} rates, not {CLASSES}")
-            return cls(device, dtype, measured, link, read, compute, decode, prompt, wait, slots, cpu)
+            return cls(
+                device, dtype, measured, link, read, compute, decode, prompt, wait, slots, cpu, host, disk
+            )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise ConfigError(
                 f"{where} is no file of measured step costs ({error}); remove it, and run `penstock doctor` "
@@ -159,10 +169,21 @@ class StepCosts:
         With more rows than were measured, products may take longer than reading their weights.
         """
         costs, prompt = self.rows(rows), self.prompt
-        fixed = work.steps * costs.step + work.layers * costs.layer + work.moe_layers * costs.moe_layer
         weights = max(work.weights / costs.weight_read, work.products / prompt.products)
         experts = max(work.experts / costs.expert_read, work.expert_products / prompt.experts)
-        return fixed + weights + experts + work.kv / costs.kv_read
+        return self.fixed_seconds(rows, work) + weights + experts + work.kv / costs.kv_read
+
+    def fixed_seconds(self, rows: float, work: UseWork) -> float:
+        """Return the seconds that a use takes in a decode step whatever its size."""
+        costs = self.rows(rows)
+        return work.steps * costs.step + work.layers * costs.layer + work.moe_layers * costs.moe_layer
+
+    def chunk_seconds(self, work: UseWork) -> float:
+        """Return the seconds of a use's part of a step over prompts on a CPU, which launches what it
+        computes."""
+        one = self.rows(1)
+        read = work.weights / one.weight_read + work.experts / one.expert_read
+        return self.fixed_seconds(1, work) + max(prompt_seconds(self.prompt, work), read)
 
     def slot_seconds(
         self, rows: float, layers: int, asked: float, come: float, size: float, link: float, taken: float = 0
@@ -210,6 +231,14 @@ def prompt_seconds(costs: PromptCosts, work: UseWork) -> float:
         + work.attention / costs.attention
         + work.activations / costs.activations
     )
+
+
+def host_kind(dtype: str, few_bits: str) -> str:
+    """Return what a CPU's costs are kept by beside its name: dtype, and whether weights have few bits.
+
+    few_bits: the format of weights, empty for dense ones. One format stands for all.
+    """
+    return f"{dtype}-{FEW_BITS}" if few_bits else dtype
 
 
 def costs_file(cache: Path, device: str, dtype: str) -> Path:

@@ -292,6 +292,8 @@ def _arithmetic(spec: ModelSpec, machine: Machine, work: Sequence[UseWork], step
         ]
     if step.decodes:
         return [costs.decode_seconds(step.tokens, use) for use in work]
+    if costs.host:
+        return [costs.chunk_seconds(use) for use in work]
     if step.tokens <= RECORDED_TOKENS:  # As few as that may take longer to read weights for than to compute.
         return [
             max(costs.decode_seconds(step.tokens, use), prompt_seconds(costs.prompt, use)) for use in work

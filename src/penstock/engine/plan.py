@@ -69,7 +69,8 @@ class Outline(Generic[Far]):
     whether host memory is no more than the device: on a CPU, unless host_memory allows more. total: bytes on
     the device, without what far KV takes of them as host memory. far: None without KV beyond the device.
     draft: a second model, None without one. lora: room for LoRA adapters, None without any. head: the draft
-    head that this is the outline of, None of a model.
+    head that this is the outline of, None of a model. only_drafts: whether it is a draft model's, which
+    verifies nothing: its decode steps have a row for each sequence.
     """
 
     settings: Config
@@ -86,6 +87,7 @@ class Outline(Generic[Far]):
     draft: DraftModel | None = None
     lora: LoraRoom | None = None
     head: DraftModel | None = None
+    only_drafts: bool = False
 
     @property
     def of_draft(self) -> "Outline[Far] | None":
@@ -95,7 +97,7 @@ class Outline(Generic[Far]):
             return None
         own = replace(self, spec=draft.spec, dtype=draft.dtype, layouts=draft.layouts, kv=draft.kv)
         alone = replace(self.settings, cpu_compute="off")  # All of its weights rest.
-        own = replace(own, settings=alone, far=None, draft=None, lora=None)
+        own = replace(own, settings=alone, far=None, draft=None, lora=None, only_drafts=True)
         return replace(own, shard=WHOLE, head=draft) if draft.head else own
 
     @property
@@ -118,9 +120,8 @@ class Outline(Generic[Far]):
         """Return the most that a step and a sequence have."""
         limits = self.limits
         drafted = 0 if self.settings.speculate == "off" else MOST_DRAFTED
-        return StepSizes(
-            limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size, drafted
-        )
+        most = limits.max_step_tokens, limits.max_sequences, limits.max_length, limits.block_size
+        return StepSizes(*most, drafted, verifies=not self.only_drafts)
 
     @property
     def may_rest(self) -> bool:

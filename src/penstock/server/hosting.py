@@ -195,7 +195,13 @@ class Hosting:
         if died:  # Else it is known by the time at which it could.
             await asyncio.to_thread(backend.close)
             raise EngineClosedError(f"its engine has ended at once: {died[0]}")
-        broker = RequestBroker(backend, state.metrics, queue=listening.queue, keys=len(state.settings.keys))
+        broker = RequestBroker(
+            backend,
+            state.metrics,
+            queue=listening.queue,
+            keys=len(state.settings.keys),
+            afterwards=f"{model.name} is unloaded, and the next request for it loads it again",
+        )
         broker.max_seconds = listening.request_timeout
         own.open(backend, broker)
         # On a CPU, and where all fits on the device, all weights are there.

@@ -5,24 +5,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.base.errors import RequestError
+from penstock.base.other_names import named_arguments
 from penstock.step.structure import Structure
 
 _MOST_BIAS = 1e30
 """Largest bias of a logit. It stays finite in float32, also after a penalty."""
 
 
+MOST_TEMPERATURE = 2
+"""OpenAI's limit: what is drawn beyond it is noise."""
 MOST = 2**63 - 1
 """Largest whole number of a setting: an int64 tensor holds it."""
 MOST_OUTPUTS = 2**16
 
 
+@named_arguments
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Holds the sampling settings of one request, which check themselves.
 
     None means: as the model's generation_config.json says, else no effect.
 
-    temperature: 0 is greedy; above 0 divides the logits. Without a model default: 1.0.
+    temperature: 0 is greedy; above 0, up to 2, divides the logits. Without a model default: 1.0.
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the smallest set of tokens that together have a probability of p (nucleus sampling, Holtzman
         et al. 2019).
@@ -73,7 +77,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0, 1000, "0 is greedy, 0.7 is usual")
+        _within("temperature", self.temperature, 0, MOST_TEMPERATURE, "0 is greedy, 0.7 is usual")
         _within("top_p", self.top_p, 0, 1, "1 keeps all", open_low=True)
         _within("min_p", self.min_p, 0, 1, "0 keeps all")
         _within("repetition_penalty", self.repetition_penalty, 0.001, 1000, "1 is none")

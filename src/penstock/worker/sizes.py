@@ -24,18 +24,22 @@ _RUNS = (512, 256, 128, 64, 32, 16)
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """Holds the most tokens and sequences of a step and tokens of a sequence, the tokens of a KV block, and
-    the most tokens of a draft, 0 without drafts."""
+    the most tokens of a draft, 0 without drafts.
+
+    verifies: whether drafts are verified: not by a model that only makes them.
+    """
 
     max_step_tokens: int
     max_sequences: int
     max_length: int
     block_size: int
     drafted: int = 0
+    verifies: bool = True
 
     def rows(self, spec: ModelSpec) -> int:
         """Return the most rows of a recorded step: one for each sequence, or one for each token where drafts
         are verified. Of a mixture these might ask for more experts than have room."""
-        if not self.drafted or spec.moe is not None:
+        if not self.drafted or not self.verifies or spec.moe is not None:
             return self.max_sequences
         most = min(HEAD_ROWS, self.max_sequences * (1 + self.drafted), self.max_step_tokens)
         return max(self.max_sequences, most)

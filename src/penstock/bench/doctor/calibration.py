@@ -14,13 +14,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError, DeviceError
 from penstock.base.units import counted
+from penstock.bench.doctor.fitting import UNKNOWN, least_squares, rate_of
 from penstock.bench.machine import machine
 from penstock.bench.shapes import LAYERS_OF
 from penstock.bench.speed import measure
@@ -43,9 +43,6 @@ KV_TOKENS = 64 * (2048 + 256)
 """Most tokens in KV, of all sequences together."""
 SURE = 1.2
 """A prompt counts as the device's where it takes so many times what launching it does."""
-NEAR, ROUNDS = 0.03, 12
-"""Relative errors up to which rows of a fit count in full, and how often it is made again with new
-weights."""
 OUTPUT, REPEAT = 32, 3
 STREAMED_STEPS, STREAMED_SPAN = 48, 8
 """Steps before any is timed and as many that are, in spans of so many: counters are read between spans
@@ -117,8 +114,8 @@ def calibrate(
             f"{device_name(device)} has too little free memory for the models that steps are measured with; "
             "close what uses it, and run again"
         )
-    ceilings = _ceilings(device, dtype)
-    costs = fit(samples, ceilings, device_name(device), dtype, _when())
+    ceilings = ceilings_of(device, dtype)
+    costs = fit(samples, ceilings, device_name(device), dtype, measured_now())
     if device.type == "cuda":
         host, slots = (
             _expert_layer(shapes, device, dtype, samples, costs, copies=copies) for copies in (False, True)
@@ -154,7 +151,8 @@ class Ceilings:
     compute: float
 
 
-def _ceilings(device: torch.device, dtype: str) -> Ceilings:
+def ceilings_of(device: torch.device, dtype: str) -> Ceilings:
+    """Measure the rates of a device."""
     found = []
     for measured in (
         copy_rate,
@@ -189,7 +187,7 @@ def _probe(
         prefix_cache=False,
         host_kv_memory="0",
     )
-    with _engine(least, shape) as booted:
+    with run_of(least, shape) as booted:
         if not booted.weights.all_stay:
             raise BudgetError(f"{name} does not fit into the device memory that is free; free some of it")
         for context in contexts:
@@ -201,18 +199,19 @@ def _probe(
                     continue
                 decoded = measure.decode(booted, work)
                 step = decode_step(spec, dtype, count, sum(decoded.lengths) / count)
-                yield _sample(name, shape, dtype, step, count, context, decoded.times.median)
+                yield step_sample(name, shape, dtype, step, count, context, decoded.times.median)
         for tokens in (LAUNCHED, *prompts):
             if tokens <= min(booted.limits.max_step_tokens, booted.budget.kv_tokens // 2):
                 times = measure.prefill(booted, measure.BatchWork(1, tokens, 1, REPEAT))
-                yield _sample(
+                yield step_sample(
                     name, shape, dtype, prompt_step(spec, dtype, 1, tokens, tokens), 0, tokens, times.median
                 )
 
 
-def _sample(
+def step_sample(
     name: str, shape: Shape, dtype: str, step: StepShape, rows: int, context: int, ms: float
 ) -> StepSample:
+    """Return what was measured of a step. ms: its milliseconds."""
     moe = sum(shape.spec.moe_layers)
     return StepSample(
         name,
@@ -233,7 +232,8 @@ def work_of(shape: Shape, dtype: str, step: StepShape) -> UseWork:
 
 
 @contextmanager
-def _engine(config: Config, shape: Shape, override: Override | None = None) -> Iterator[Booted]:
+def run_of(config: Config, shape: Shape, override: Override | None = None) -> Iterator[Booted]:
+    """Lend an engine of random weights in a shape."""
     booted = boot(config, shape, override=override)
     device = booted.device
     try:
@@ -278,7 +278,7 @@ def _expert_layer(
         )
         on_host = half * (5 if copies else 3) // 2
         limits = WeightLimits(whole - half, on_host, copies=copies)
-        with _engine(config_of, shape, Override(limits)) as booted:
+        with run_of(config_of, shape, Override(limits)) as booted:
             rng = random.Random(0)
             [request] = measure.submit(
                 booted.engine,
@@ -308,7 +308,8 @@ def _expert_layer(
     return 0.0
 
 
-def _when() -> str:
+def measured_now() -> str:
+    """Return the date and versions of a measurement."""
     about = machine()
     return f"{about.date}, penstock {about.commit or about.penstock}, torch {about.torch}"
 
@@ -326,9 +327,9 @@ def fit(
         those = [sample for sample in samples if sample.rows == rows]
         works = [sample.work for sample in those]
         table = [[1.0, it.layers, it.moe_layers, it.weights, it.experts, it.kv] for it in works]
-        step, layer, moe_layer, *slow = _least_squares(table, [sample.seconds for sample in those])
+        step, layer, moe_layer, *slow = least_squares(table, [sample.seconds for sample in those])
         decode.append(
-            DecodeCosts(rows, step, layer, moe_layer, *(_rate(each, ceilings.copy) for each in slow))
+            DecodeCosts(rows, step, layer, moe_layer, *(rate_of(each, ceilings.copy) for each in slow))
         )
     prompt = _prompt_costs([sample for sample in samples if not sample.rows], ceilings.copy)
     return StepCosts(
@@ -358,8 +359,8 @@ def _prompt_costs(samples: Sequence[StepSample], moved: float) -> PromptCosts:
     if bound:
         rest = [one.seconds - one.work.activations / moved for one in bound]
         table = [[one.work.products, one.work.expert_products, one.work.attention] for one in bound]
-        slow = _least_squares(table, rest, [one.seconds for one in bound])
-    products, experts, attention = (_rate(each, _UNKNOWN) for each in slow)
+        slow = least_squares(table, rest, [one.seconds for one in bound])
+    products, experts, attention = (rate_of(each, UNKNOWN) for each in slow)
     costs = PromptCosts(products, experts, attention, moved, 0.0, host_step, dense, mixed)
     rest = [
         sample.seconds - prompt_seconds(costs, sample.work) for sample in samples if is_the_devices(sample)
@@ -405,43 +406,6 @@ def _pairs(samples: Sequence[StepSample]) -> list[tuple[StepSample, StepSample]]
         by.setdefault((sample.shape, sample.context), []).append(sample)
     ordered = [sorted(those, key=lambda one: one.layers) for those in by.values()]
     return [(those[0], those[-1]) for those in ordered if those[0].layers < those[-1].layers]
-
-
-_UNKNOWN = 1e18
-"""Operations/s that stand for a cost that the samples did not show."""
-
-
-def _rate(seconds: float, fallback: float) -> float:
-    return 1 / seconds if seconds > 0 else fallback
-
-
-def _least_squares(
-    table: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float] | None = None
-) -> list[float]:
-    """Return non-negative coefficients with the least relative error over all rows.
-
-    Columns that would be negative are left out, worst first. Rows that remain far off count less (Huber's
-    weights): something else held up those.
-    """
-    weight = np.asarray(seconds if scale is None else scale)
-    rows, wanted = np.asarray(table) / weight[:, None], np.asarray(seconds) / weight
-    size = np.abs(rows).max(axis=0)
-    used, trust = [column for column in range(rows.shape[1]) if size[column] > 0], np.ones(len(wanted))
-    result = np.zeros(rows.shape[1])
-    for _ in range(ROUNDS):
-        while used:
-            found, *_ = np.linalg.lstsq(
-                rows[:, used] / size[used] * trust[:, None], wanted * trust, rcond=None
-            )
-            if found.min() >= 0:
-                break
-            used.pop(int(found.argmin()))
-        result[:] = 0.0
-        if used:
-            result[used] = found / size[used]
-        apart = np.abs(rows @ result - wanted)
-        trust = np.sqrt(np.minimum(1.0, NEAR / np.maximum(apart, 1e-12)))
-    return [float(value) for value in result]
 
 
 def _title(sample: StepSample) -> str:

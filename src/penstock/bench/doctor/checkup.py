@@ -12,16 +12,17 @@ from penstock.arch.formats.recipe import config_in
 from penstock.arch.layout import group_layouts
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.config import Config
-from penstock.base.cores import CoreLimits, CoreTimes, core_limits, counted, free_cores
+from penstock.base.cores import CoreLimits, CoreTimes, core_limits, counted, cpu_name, free_cores
 from penstock.base.errors import ConfigError, DeviceError
 from penstock.base.report import JsonLine
 from penstock.base.units import counted as quantity
 from penstock.base.units import format_rate, format_size
 from penstock.bench.doctor.calibration import calibrate
+from penstock.bench.doctor.host_steps import calibrate_host
 from penstock.bench.doctor.limits import MeasuredRates, MemoryRoom, ModelLimits, limits, prefill_rate
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.shapes import SHAPES
-from penstock.engine.costs import StepCosts, costs_file, keep_costs, read_costs
+from penstock.engine.costs import FEW_BITS, StepCosts, costs_file, host_kind, keep_costs, read_costs
 from penstock.engine.cpu_rates import usual_cpu_read
 from penstock.engine.placing import Say
 from penstock.engine.settling import choose_dtype, device_budget
@@ -86,8 +87,7 @@ class Checkup(JsonLine):
     device, name: such as `cuda:0`, and the device's own name.
     kernels: modules of our own kernels that compute on the device; none where plain torch does.
     few_bits: what computes products with weights of few bits there: `Triton`, `C` or `torch`.
-    steps: what steps cost on the device. None where it was not measured: on a CPU, or with `quick` before the
-        first time.
+    steps: what steps cost on the device. None where it was not measured: with `quick` before the first time.
     """
 
     machine: MachineInfo
@@ -106,8 +106,8 @@ def checkup(
 ) -> Checkup:
     """Measure this machine for the model and device of `config`. Of the model only its config.json is read.
 
-    On a GPU the costs of steps are measured once, in about a minute and a half, and kept in `config.cache`,
-    where `penstock plan` finds them. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError,
+    The costs of steps are measured once, in about a minute and a half, and kept in `config.cache`, where
+    `penstock plan` finds them. Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError,
     BudgetError.
 
     quick: leave out the disk and the steps.
@@ -154,7 +154,11 @@ def checkup(
         limits=tuple(limits(spec, shape.names, each, room, rates) for each in DTYPE_BYTES),
     )
     give_back(device)
-    steps = _steps(device, dtype, config.cache.expanduser(), quick, again, say)
+    cache = config.cache.expanduser()
+    if on_gpu:
+        steps = _steps(device, dtype, cache, quick, again, say)
+    else:
+        steps = _host_steps(dtype, cache, disk.read if disk else 0.0, quick=quick, again=again, say=say)
     return Checkup(
         about,
         str(device),
@@ -179,7 +183,7 @@ def _steps(
     device: torch.device, dtype: str, cache: Path, quick: bool, again: bool, say: Say
 ) -> StepCosts | None:
     """Read the costs of steps where they are kept, or measure and keep them."""
-    if device.type == "cpu" or dtype == "float32":
+    if dtype == "float32":
         return None
     file = costs_file(cache, device_name(device), dtype)
     if file.exists() and not again:
@@ -196,6 +200,34 @@ def _steps(
         f"within {found.worst:.0%}"
     )
     return costs
+
+
+def _host_steps(
+    dtype: str, cache: Path, disk: float, *, quick: bool, again: bool, say: Say
+) -> StepCosts | None:
+    """Do the same on a CPU, with dense weights and with weights of few bits; return those of dense ones.
+
+    disk: bytes/s; 0 was not measured.
+    """
+    costs: list[StepCosts] = []
+    for format in (None, FEW_BITS):
+        file = costs_file(cache, cpu_name(), host_kind(dtype, format or ""))
+        known = None
+        if file.exists() and not again:
+            with suppress(ConfigError):  # Of another version, or damaged: measured again.
+                known = read_costs(file)
+        if known is None and quick:
+            continue
+        if known is None:
+            say(f"measuring what steps in {format or dtype} cost, once, in half a minute on idle cores")
+            found = calibrate_host(dtype, format, say=say)
+            known = found.costs
+            say(
+                f"kept in {file}; half of {len(found.samples)} steps are predicted within {found.typical:.1%}"
+            )
+        costs.append(replace(known, disk_rate=disk or known.disk_rate))
+        keep_costs(costs[-1], file)
+    return costs[0] if costs else None
 
 
 def with_cpu_read(costs: StepCosts, device: torch.device, cache: Path) -> StepCosts:
@@ -324,7 +356,8 @@ def _step_rows(steps: StepCosts) -> list[tuple[str, str]]:
     if steps.cpu_read:
         by_rows = ", ".join(format_rate(rate) for rate in steps.cpu_read)
         rows.append(("cpu, int4", f"feed-forwards of 1, 2, 4, 8 and 16 rows at {by_rows}"))
-    rows.append(("prompts", f"{rates}; launched in {1e3 * prompt.host_layer:.3g} ms a layer"))
+    launched = "" if steps.host else f"; launched in {1e3 * prompt.host_layer:.3g} ms a layer"
+    rows.append(("prompts", f"{rates}{launched}"))
     return rows
 
 

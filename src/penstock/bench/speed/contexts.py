@@ -15,7 +15,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
 from penstock.base.report import JsonLine
-from penstock.base.units import format_rate, format_size, parse_size
+from penstock.base.units import format_duration, format_rate, format_size, parse_size
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.report import Subject, table
 from penstock.bench.speed import measure
@@ -95,7 +95,7 @@ class ContextRow:
             " + ".join(lower) or "-",
             f"{self.prefill_tokens_per_second:,.0f} tokens/s",
             f"{self.of_bound:.1%}",
-            f"{self.decode_ms.median / 1e3:.3g} s a token",
+            f"{format_duration(self.decode_ms.median / 1e3)} a token",
             f"{format_size(streamed)} a step" if streamed else "-",
             f"{self.of_link:.1%}" if streamed else "-",
         )
@@ -167,8 +167,8 @@ def sweep(bench: ContextBench, say: Say = lambda _: None) -> ContextReport:
         for length in fitting:
             rows.append(_row(booted, bench, model, length, operations, link))
             say(
-                f"{length:,} tokens: prompt in {rows[-1].prefill_ms.median / 1e3:.3g} s, "
-                f"{rows[-1].decode_ms.median / 1e3:.3g} s a token"
+                f"{length:,} tokens: prompt in {format_duration(rows[-1].prefill_ms.median / 1e3)}, "
+                f"{format_duration(rows[-1].decode_ms.median / 1e3)} a token"
             )
         report = ContextReport(
             subject=model.subject("context"),

@@ -12,7 +12,7 @@ from penstock.arch.parts import local_spec
 from penstock.arch.shards import Shard
 from penstock.base.errors import RequestError
 from penstock.base.report import JsonLine
-from penstock.base.units import counted, format_rate
+from penstock.base.units import counted, format_duration, format_rate
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.report import Subject
 from penstock.bench.speed.baseline import Baseline, transformers
@@ -98,20 +98,23 @@ class ThroughputReport(JsonLine):
     machine: MachineInfo
 
     def __str__(self) -> str:
-        seconds = self.ms.median / 1e3
+        seconds, bound = self.ms.median / 1e3, self.bound
         rows = [
             str(self.subject),
             f"{counted(self.requests, 'request')} at once: {self.prompt_tokens:,} tokens of prompts, "
             f"{self.output_tokens:,} of output, at most {self.max_sequences} run together",
-            f"  penstock             {seconds:.3g} s, {self.output_tokens_per_second:,.0f} output tokens/s, "
-            f"{self.steps:,} steps; first tokens after {self.first_ms.median / 1e3:.3g} s",
-            f"  bound                {self.bound.seconds:.3g} s: {format_rate(self.bound.bytes_per_second)}, "
-            f"{self.bound.operations_per_second / 1e12:.3g} TFLOP/s",
+            f"  penstock             {format_duration(seconds)}, "
+            f"{self.output_tokens_per_second:,.0f} output tokens/s, "
+            f"{self.steps:,} steps; first tokens after {format_duration(self.first_ms.median / 1e3)}",
+            f"  bound                {format_duration(bound.seconds)}: "
+            f"{format_rate(bound.bytes_per_second)}, "
+            f"{bound.operations_per_second / 1e12:.3g} TFLOP/s",
             f"  of the bound         {self.of_bound:.1%}",
         ]
         if self.baseline is not None:
             rows.append(
-                f"  transformers         {self.baseline:.3g} s, {self.baseline / seconds:.3g} times as long"
+                f"  transformers         {format_duration(self.baseline)}, "
+                f"{self.baseline / seconds:.3g} times as long"
             )
         return "\n".join(rows)
 

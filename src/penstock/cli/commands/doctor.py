@@ -35,8 +35,8 @@ def command(**asked: Any) -> None:
     engine can exceed, from rates measured here and now. MODEL is a directory of which only config.json is
     looked at, or a model of the Hugging Face Hub, of which only that is fetched.
 
-    On a GPU it also measures, once, what a step costs beyond the bytes that it moves. `penstock plan` then
-    forecasts with that."""
+    It also measures, once, what a step costs beyond the bytes that it moves. `penstock plan` then forecasts
+    with that."""
     if asked["quick"] and asked["again"]:
         raise click.UsageError(
             "--again measures the cost of steps, which --quick leaves out; give one of them"

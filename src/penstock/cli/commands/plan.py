@@ -4,15 +4,17 @@ has to be here."""
 import math
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from penstock.arch.formats.recipe import name_of
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config
+from penstock.base.cores import cpu_name, multiplies_halves
 from penstock.base.errors import ConfigError
 from penstock.cli.command import Command, debug_option, files, option
 from penstock.cli.figures import PARSERS, parse_cpu_rates
@@ -23,7 +25,7 @@ from penstock.cli.plan_drafts import with_choice, with_drafts
 from penstock.cli.plan_report import ASSUMED, Figure, Report, Setting
 from penstock.cli.shape import open_model
 from penstock.cli.terminal import say
-from penstock.engine.costs import costs_file, read_costs
+from penstock.engine.costs import costs_file, host_kind, read_costs
 from penstock.engine.forecast import forecast
 from penstock.engine.machines import ExpertUse, Machine, Work
 from penstock.weights.streaming.ring import StreamRates
@@ -268,8 +270,8 @@ def command(
 
     Nothing is measured. Without --machine, sizes are those of this machine, 90 % of the first GPU and 80 % of
     free memory. Rates, and what a step costs beyond bytes, are as `penstock doctor` measured them here, if it
-    did. Else rates are assumed, those of a desktop with a 24 GB card or of a CPU where there is no GPU, and
-    the device's time is a bound. Any flag replaces the figure it names.
+    did. Else rates are assumed, those of a desktop with a 24 GB card, and the device's time is a bound; where
+    there is no GPU, rates and costs are those of a CPU with two cores. Any flag replaces the figure it names.
     """
     if picture is not None and not picture.absolute().parent.is_dir():
         raise ConfigError(
@@ -282,8 +284,9 @@ def command(
     settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
-    chosen = spec.dtype if dtype == "auto" else dtype
-    setting, usual_step = settle(machine, asked, costs or kept_costs(machine, cache.expanduser(), chosen))
+    chosen = dtype_there(machine, spec.dtype) if dtype == "auto" else dtype
+    kept = costs or kept_costs(machine, cache.expanduser(), chosen, name_of(spec.format), asked)
+    setting, usual_step = settle(machine, asked, kept)
     setting = _with_cpu(setting, settings, cpu_rate)
     use = _expert_use(spec, batch, hits, routing)
     context = context or min(4096, spec.max_length)
@@ -334,12 +337,36 @@ def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path |
     return expert_use(routing, spec.moe, batch)
 
 
-def kept_costs(machine: str | None, cache: Path, dtype: str) -> Path | None:
+def dtype_there(machine: str | None, stored: str) -> str:
+    """Return the dtype that `auto` means on a machine: on a CPU without instructions for halves float32, as a
+    boot chooses."""
+    here = machine is None and not _gpu()[0] and not multiplies_halves()
+    return "float32" if here else stored
+
+
+def _means_gpu(asked: Collection[str]) -> bool:
+    """Tell whether figures that are given are those of a GPU, though there may be none here: one has memory
+    of its own beside the host's."""
+    return "device_memory" in asked and "host_memory" in asked
+
+
+def kept_costs(
+    machine: str | None, cache: Path, dtype: str, few_bits: str = "", asked: Collection[str] = ()
+) -> Path | None:
     """The file that has a machine's costs of steps in a dtype, by default this one's; None where nobody
-    measured them."""
+    measured them. On a CPU it is then one that comes with penstock, of another CPU.
+
+    few_bits: the format of weights, empty for dense ones. asked: names of figures that are given.
+    """
     if machine is None:
-        file = costs_file(cache, gpu, dtype) if (gpu := _gpu()[0]) else None
-        return file if file is not None and file.exists() else None
+        if gpu := _gpu()[0]:
+            file = costs_file(cache, gpu, dtype)
+            return file if file.exists() else None
+        if _means_gpu(asked):
+            return None
+        kind = host_kind(dtype, few_bits)
+        files = costs_file(cache, cpu_name(), kind), SHIPPED / f"cpu-{kind}.json"
+        return next((file for file in files if file.exists()), None)
     name = MACHINES[machine].costs
     return SHIPPED / name if name and dtype in ("bfloat16", "float16") else None
 
@@ -355,7 +382,7 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
     steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
     if machine is None:
-        gpu, free = "device_memory" in asked or _gpu()[1], _free_memory()
+        gpu, free = _gpu()[1] or _means_gpu(asked), _free_memory()
         if gpu:
             found = {"device_memory": int(gpu), "host_memory": free * 4 // 5}
         else:
@@ -368,12 +395,14 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
             "--host-memory is for machines with a GPU, and on a CPU host memory is the device memory; give "
             "--device-memory instead, or a --machine with a GPU"
         )
+    elsewhere = costs is not None and costs.parent == SHIPPED
     if steps and machine is None:
-        figures |= {
-            name: Figure(getattr(steps, name), "measured") for name in ("link_rate", "device_read", "compute")
-        }
+        source = ASSUMED if elsewhere else "measured"
+        rates = ("link_rate", "device_read", "compute", *(("disk_rate",) if steps.disk_rate else ()))
+        figures |= {name: Figure(getattr(steps, name), source) for name in rates}
     figures |= {name: Figure(value, "given") for name, value in asked.items()}
-    return Setting(f"{machine}: {known.about}" if machine else None, figures, steps), known.step_tokens
+    about = f"{machine}: {known.about}" if machine else None
+    return Setting(about, figures, steps, elsewhere=elsewhere and machine is None), known.step_tokens
 
 
 def machine_of(setting: Setting) -> Machine:

@@ -34,6 +34,8 @@ SERVER, REPLICAS, LIMITS, LOG = "Server options", "Replicas", "Limits", "Log"
 MODELS = "Several models"
 FORMATS, LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 KEYS = "PENSTOCK_API_KEYS"
+_THEIRS = "VLLM_API_KEY"
+"""vLLM's variable. Whoever sets it takes the server for one that asks for a key."""
 ROOM_FOR_LORAS = 8
 """Adapters that there is room for where clients may load some."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -362,7 +364,9 @@ def api_keys(ctx: click.Context) -> tuple[ApiKey, ...]:
     file: Path | None = ctx.params["api_keys"]
     typed = ctx.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE
     if file is None or (not typed and keys_in_environment()):
-        return keys_in_environment()
+        if not (keys := keys_in_environment()) and os.environ.get(_THEIRS):
+            raise ConfigError(f"{_THEIRS} is not read; give its key in {KEYS}, or unset it to serve without")
+        return keys
     try:
         lines = [
             (number, line)
@@ -371,7 +375,8 @@ def api_keys(ctx: click.Context) -> tuple[ApiKey, ...]:
         ]
     except (OSError, UnicodeDecodeError) as fault:
         raise ConfigError(
-            f"the API keys in {file} cannot be read: {fault}; give a text file with one key on each line"
+            f"the API keys in {file} cannot be read: {fault}; give a text file with one key on each line, "
+            f"or the keys themselves in the variable {KEYS}"
         ) from fault
     if not lines:
         raise ConfigError(f"{file} has no API key in it; write one key on each line, or leave --api-keys out")

@@ -190,15 +190,27 @@ def _opened(directory: Path, size: int) -> tuple[DirectFile, FileIO, FileIO]:
             found = DirectFile(path)
             out = open_direct(path)
         except (OSError, ReadError) as fault:
-            full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            hint = (
-                "lower disk_kv_memory, or name another kv_directory" if full else "name another kv_directory"
-            )
-            raise DeviceError(
-                f"{format_size(size)} for KV cannot be reserved in {directory}: {reason(fault)}; {hint}"
-            ) from fault
+            raise _refusal(directory, size, fault) from fault
         undo.pop_all()
     return found, out, plain
+
+
+def check_directory(directory: Path, size: int) -> None:
+    """Raise DeviceError if no file can be made in a directory for `size` bytes of KV: before several ranks
+    start, of which each would find that out by itself."""
+    try:
+        make_private(directory)
+        os.close(_nameless(directory))
+    except OSError as fault:
+        raise _refusal(directory, size, fault) from fault
+
+
+def _refusal(directory: Path, size: int, fault: OSError | ReadError) -> DeviceError:
+    full = isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    hint = "lower disk_kv_memory, or name another kv_directory" if full else "name another kv_directory"
+    return DeviceError(
+        f"{format_size(size)} for KV cannot be reserved in {directory}: {reason(fault)}; {hint}"
+    )
 
 
 def _nameless(directory: Path) -> int:

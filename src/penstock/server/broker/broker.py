@@ -36,10 +36,19 @@ _LONGEST_WAIT = 60.0
 class RequestBroker:
     """Takes calls on the running loop, and drives a backend on a thread of its own."""
 
-    def __init__(self, backend: Backend, metrics: Metrics, *, queue: int, keys: int = 0) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        metrics: Metrics,
+        *,
+        queue: int,
+        keys: int = 0,
+        afterwards: str = "the server stops; restart it",
+    ) -> None:
         """queue: outputs that may wait, beside those that the backend computes at a time. metrics: counts
         calls.
-        keys: of the server; see Quotas."""
+        keys: of the server; see Quotas. afterwards: what follows when the engine fails, for the log."""
+        self._afterwards = afterwards
         self._backend, self._metrics = backend, metrics
         self._quotas = Quotas.of(backend.reader.limits.max_sequences, queue, keys)
         self._calls: set[Call] = set()
@@ -279,8 +288,9 @@ class RequestBroker:
         except BaseException as error:
             fault = error
             _LOG.error(
-                "the engine has failed, and the server stops: %s; restart it",
+                "the engine has failed: %s; %s",
                 error,
+                self._afterwards,
                 exc_info=not isinstance(error, PenstockError),
             )
         finally:

@@ -383,7 +383,9 @@ class _Served:
         loop, orders = asyncio.get_running_loop(), asyncio.Queue[Any]()
         metrics, backend = Metrics(), LocalBackend(self._llm)
         # Those who wait are counted in front.
-        self._broker = broker = RequestBroker(backend, metrics, queue=sys.maxsize)
+        self._broker = broker = RequestBroker(
+            backend, metrics, queue=sys.maxsize, afterwards="this process of the server ends"
+        )
         metrics.watch(backend, lambda: broker.outputs)
         monitor = StateMonitor(backend, broker, self._name)
         self._told: Mapping[str, Callable[[], Any]] = {

@@ -94,7 +94,9 @@ class Replica:
         self._llm = await asyncio.to_thread(LLM.from_config, settings, progress=False)
         backend = LocalBackend(self._llm)
         # Those who wait are counted in front.
-        self._broker = RequestBroker(backend, self._metrics, queue=sys.maxsize)
+        self._broker = RequestBroker(
+            backend, self._metrics, queue=sys.maxsize, afterwards="this replica ends, and Ray starts another"
+        )
         self._metrics.watch(backend, lambda: self._broker.outputs)
         self._monitor = StateMonitor(backend, self._broker, model)
         self._ending = asyncio.ensure_future(self._end_with_engine())

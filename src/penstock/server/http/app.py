@@ -231,6 +231,8 @@ def _described(server: ServerState, name: str) -> Answer:
         there = model.there.state.reader if model.there is not None else None
         longest = server.listed[name].max_model_len if there is None else there.limits.max_model_len
         more = {"state": str(model.phase)}
+        if model.fault:
+            more["fault"] = model.fault
     else:
         longest = server.model()[0].limits.max_model_len
         if name not in (names := server.settings.names):

@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.base.config import Config
 from penstock.base.errors import (
     AdapterError,
     CheckpointError,
@@ -16,6 +17,7 @@ from penstock.base.errors import (
     PenstockError,
     RequestError,
 )
+from penstock.base.setting import as_flags, settings_of
 from penstock.server.answers.completions import Answer, error
 from penstock.server.answers.protocols import ABSENT, refusal, told
 from penstock.server.answers.store import NotKeptError
@@ -25,6 +27,8 @@ from penstock.server.on_demand.model import LoadError
 from penstock.server.wire.decoding import FieldError
 from penstock.server.wire.requests import blamed
 
+_SETTINGS = frozenset(one.name for one in settings_of(Config))
+"""An operator knows these as the server's flags."""
 _LOG = logging.getLogger("penstock")
 
 
@@ -33,6 +37,15 @@ def error_response(fault: Exception, path: str = "", request: str | None = None)
     id."""
     status, body, headers = _told(fault)
     return json_response(told(path, status, body, request), status, headers)
+
+
+def _for_client(fault: LengthError) -> str:
+    """Return why a request is too long: what the client can do by its own fields, and what the operator can
+    by the server's flags."""
+    text = as_flags(str(fault), _SETTINGS)
+    return text.replace(
+        "; shorten it, or ", "; shorten the prompt or lower max_tokens, or let the server's operator "
+    )
 
 
 def _told(fault: Exception) -> tuple[int, Answer, Mapping[str, str] | None]:
@@ -44,7 +57,7 @@ def _told(fault: Exception) -> tuple[int, Answer, Mapping[str, str] | None]:
         case FieldError():
             return 400, error(str(fault), invalid, fault.param), None
         case LengthError():
-            return 400, error(str(fault), invalid, code="context_length_exceeded"), None
+            return 400, error(_for_client(fault), invalid, code="context_length_exceeded"), None
         case AdapterError():
             return 404, error(str(fault), invalid, "model", "model_not_found"), None
         case RequestError():

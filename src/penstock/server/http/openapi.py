@@ -30,13 +30,13 @@ from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest
 from penstock.server.wire.requests import (
     ALL_TOKENS,
     MOST_LOGPROBS,
-    MOST_TEMPERATURE,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
 from penstock.server.wire.responses import ResponsesRequest
+from penstock.step.params import MOST_TEMPERATURE
 
 Json = dict[str, Any]
 """A JSON object, as it is written."""

@@ -28,8 +28,6 @@ MOST_BIASES = MOST_STOP_TOKENS = 4096
 """Biases and stop tokens of a request: they are gone through again and again. OpenAI takes fewer."""
 ALL_TOKENS = -1
 """Other servers' way to say that top_k keeps all."""
-MOST_TEMPERATURE = 2
-"""OpenAI's limit: what is drawn beyond it is noise."""
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 """A rank: of the requests that wait, that with the least is served first."""
 Timeout = Annotated[float, Meta(gt=0)]
@@ -187,12 +185,6 @@ class _Asked(TokenRequest, forbid_unknown_fields=True, kw_only=True):
         ):
             if there is not None and len(there) > most:
                 raise FieldError(f"{listed} has {len(there)} tokens; give at most {most}", listed)
-        if self.temperature is not None and self.temperature > MOST_TEMPERATURE:
-            raise FieldError(
-                f"temperature {self.temperature:g} must be from 0 to {MOST_TEMPERATURE:g}; 0 is greedy, 0.7 "
-                "is usual",
-                "temperature",
-            )
         try:
             return SamplingParams(
                 temperature=self.temperature,

@@ -230,6 +230,8 @@ class ModelCard(AnswerObject):
     parent: str | UnsetType = UNSET
     state: Literal["unloaded", "loading", "loaded", "unloading"] | UnsetType = UNSET
     """Told where models are loaded at their first use."""
+    fault: str | UnsetType = UNSET
+    """Says why its last load has failed, or its engine. A request may try again."""
 
 
 class ModelList(AnswerObject):

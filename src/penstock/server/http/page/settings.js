@@ -9,6 +9,8 @@ const FIELDS = { system: String, temperature: Number, top_p: Number, max_tokens:
 
 /** Names that the server answers to; none while it loads. */
 let names = [];
+/** What is shown of each. */
+let texts = [];
 
 /** The model that is asked; empty while none is known. */
 export const model = () => (names.length > 1 ? $("models").value : (names[0] ?? ""));
@@ -18,14 +20,16 @@ export const several = () => names.length > 1;
 export async function lookAtModels() {
   let found;
   try {
-    found = (await (await ask("/v1/models", { signal: AbortSignal.timeout(10000) })).json()).data.map((one) => one.id);
+    found = (await (await ask("/v1/models", { signal: AbortSignal.timeout(10000) })).json()).data;
   } catch {
     return;  // The state of the machine says what is wrong.
   }
-  if (found.join("\n") === names.join("\n")) return;
+  const shown = found.map((one) => (one.fault ? `${one.id} (its last load has failed)` : one.id));
+  if (shown.join("\n") === texts.join("\n")) return;
   const chosen = model() || keptSettings(SETTINGS).model;
-  names = found;
-  $("models").replaceChildren(...names.map((name) => make("option", { value: name, textContent: name })));
+  names = found.map((one) => one.id);
+  texts = shown;
+  $("models").replaceChildren(...names.map((name, at) => make("option", { value: name, textContent: texts[at] })));
   if (names.includes(chosen)) $("models").value = chosen;
   $("models").hidden = !several();
   $("model").hidden = several();
