@@ -1,0 +1,178 @@
+"""What a backend reports comes to the loop whole, in order and soon, however the loop rests between
+deliveries."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import pytest
+
+from penstock.api.outputs import Delta
+from penstock.api.sequences import PreparedPrompt
+from penstock.server.broker import mailbox as mailboxes
+from penstock.server.broker.calls import Call, Update
+from penstock.server.broker.mailbox import Mailbox
+from streams import LONG
+
+SLOW = 0.002
+"""Seconds that a delivery takes: a rest follows it."""
+
+
+def delta(token: int) -> Delta:
+    return Delta(0, str(token), (token,), (), None)
+
+
+def call() -> Call:
+    return Call(lambda _: None, PreparedPrompt([1], (1,), (), None, None))  # type: ignore[arg-type]
+
+
+class Desk:
+    """Notes what is delivered, by call and in order."""
+
+    def __init__(self, takes: float = SLOW) -> None:
+        self.got: dict[Call, list[int]] = {}
+        self.deliveries: list[list[Update]] = []
+        self.ended: set[Call] = set()
+        self._takes = takes
+
+    def deliver(self, updates: Collection[Update]) -> None:
+        time.sleep(self._takes)
+        self.deliveries.append(list(updates))
+        for one, deltas, over, _ in updates:
+            one.first_token_time = one.first_token_time or time.monotonic()
+            self.got.setdefault(one, []).extend(delta.tokens[0] for delta in deltas)
+            if over:
+                assert one not in self.ended
+                self.ended.add(one)
+
+
+def on_a_thread(work: Callable[[Mailbox], None], desk: Desk, until: Callable[[], bool]) -> None:
+    async def run() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), desk.deliver)
+        thread = threading.Thread(target=work, args=(mailbox,))
+        thread.start()
+        late = time.monotonic() + LONG
+        while not until():
+            assert time.monotonic() < late, "something was left lying"
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(thread.join)
+
+    asyncio.run(run())
+
+
+def given(call: Call, tokens: Sequence[int], *, over: bool = False) -> Update:
+    return call, [delta(token) for token in tokens], over, None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_comes_in_order_and_nothing_is_left_lying(seed: int) -> None:
+    """The backend goes on, waits, or ends for good at every moment of a delivery and of a rest."""
+    rng, calls = random.Random(seed), [call() for _ in range(5)]
+    sent: dict[Call, list[int]] = {one: [] for one in calls}
+
+    def work(mailbox: Mailbox) -> None:
+        for step in range(150):
+            some = rng.sample(calls, rng.randint(1, 5))
+            mailbox.report([given(one, [step]) for one in some])
+            for one in some:
+                sent[one].append(step)
+            time.sleep(rng.choice((0, 0, 0.0005, 0.004, 0.03)))
+
+    desk = Desk()
+    thread_over = threading.Event()
+
+    def then(mailbox: Mailbox) -> None:
+        work(mailbox)
+        thread_over.set()
+
+    on_a_thread(then, desk, lambda: thread_over.is_set() and desk.got == sent)
+    assert len(desk.deliveries) < 150
+
+
+def test_what_comes_in_a_rest_is_added_up_and_only_first_pieces_and_ends_come_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mailboxes, "_LONGEST", 0.5)
+    monkeypatch.setattr(mailboxes, "REST", 1000.0)
+    desk, streamed, ends, comes = Desk(), call(), call(), call()
+    seen: list[tuple[list[int], list[int], list[int]]] = []
+
+    async def run() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), desk.deliver)
+
+        async def report(*updates: Update) -> None:
+            mailbox.report(updates)
+            await asyncio.sleep(0.01)
+            seen.append(tuple(desk.got.get(one, [])[:] for one in (streamed, ends, comes)))  # type: ignore[arg-type]
+
+        await report(given(streamed, [1]), given(ends, [1]))
+        await report(given(streamed, [2]), given(ends, [2]))
+        await report(given(streamed, [3]))
+        await report(given(streamed, [4]), given(ends, [3], over=True))
+        await report(given(comes, [1]), given(streamed, [5]))
+        await asyncio.sleep(0.6)
+        assert desk.got == {streamed: [1, 2, 3, 4, 5], ends: [1, 2, 3], comes: [1]}
+
+    asyncio.run(run())
+    assert seen == [
+        ([1], [1], []),
+        ([1], [1], []),
+        ([1], [1], []),
+        ([1], [1, 2, 3], []),
+        ([1], [1, 2, 3], [1]),
+    ]
+    assert [len(one) for one in desk.deliveries] == [2, 1, 1, 1]
+
+
+def test_a_delivery_that_is_short_is_followed_by_no_rest() -> None:
+    desk, one = Desk(0.0), call()
+
+    async def run() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), desk.deliver)
+        for token in range(20):
+            mailbox.report([given(one, [token])])
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert desk.got[one][-1] == token
+
+    asyncio.run(run())
+
+
+def test_whoever_withdraws_or_runs_on_the_loop_is_behind_all_that_was_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a client was not given is taken back whole: nothing of it comes later."""
+    monkeypatch.setattr(mailboxes, "_LONGEST", 0.2)
+    monkeypatch.setattr(mailboxes, "REST", 1000.0)
+    one = call()
+    order: list[object] = []
+
+    class Delivers(Desk):
+        def deliver(self, updates: Collection[Update]) -> None:
+            super().deliver(updates)
+            for call, deltas, over, fault in updates:
+                order.append([delta.tokens[0] for delta in deltas])
+                call.deliver(deltas, over, fault)
+
+    desk = Delivers()
+
+    async def run() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop(), desk.deliver)
+
+        def work() -> None:
+            mailbox.report([given(one, [1])])
+            time.sleep(0.02)
+            mailbox.report([given(one, [2])])
+            mailbox.run_on_loop(order.append, "ran")
+            mailbox.report([given(one, [3])])
+            assert asyncio.run(mailbox.withdraw(one))
+
+        await asyncio.to_thread(work)
+        order.append("withdrawn")
+        mailbox.report([given(one, [7], over=True)])
+        assert [[delta.tokens[0] for delta in some] async for some in one.pieces()] == [[7]]
+
+    asyncio.run(run())
+    assert order == [[1], [2], "ran", [3], "withdrawn", [7]]
