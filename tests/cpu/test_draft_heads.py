@@ -114,9 +114,9 @@ class Reference:
     @torch.inference_mode()
     def drawn(self, seen: Seen, sampling: Sampling) -> list[int]:
         """What is drawn of the head's logits with the noise of the target, behind each token of a draft."""
-        tokens, taps, found = [*seen.tokens, *seen.draft], self.hidden(seen.tokens[:-1]), list[int]()
-        for level in range(len(seen.draft)):
-            own = self.head.logits(self.head.output(taps, tokens[1 : len(seen.tokens) + level]))
+        taps, found = self.hidden(seen.tokens[:-1]), list[int]()
+        outputs = self.head.outputs(taps, [*seen.tokens, *seen.draft[:-1]][1:])
+        for level, own in enumerate(map(self.head.logits, outputs)):
             logits = torch.full((1, tiny.VOCAB), -torch.inf).index_copy_(1, self.head.ids, own[None])
             chosen = logits.argmax(-1)
             asked = pack_sampling([0], [sampling], [len(seen.tokens) + level])
@@ -132,13 +132,11 @@ class Reference:
     def lead(self, seen: Seen) -> float:
         """By how much a token of a draft is less likely than the likeliest there: nothing, but for
         rounding."""
-        tokens = [*seen.tokens, *seen.draft]
         taps = [one[seen.base :] for one in self.hidden(seen.tokens[:-1])]
+        outputs = self.head.outputs(taps, [*seen.tokens, *seen.draft[:-1]][seen.base + 1 :])
         worst, ids = 0.0, self.head.ids
-        for level in range(len(seen.draft)):
-            behind = tokens[seen.base + 1 : len(seen.tokens) + level]
-            logits = self.head.logits(self.head.output(taps, behind))
-            place = (ids == seen.draft[level]).nonzero()
+        for token, logits in zip(seen.draft, map(self.head.logits, outputs), strict=True):
+            place = (ids == token).nonzero()
             worst = max(worst, float(logits.max() - logits[int(place)]))
         return worst
 

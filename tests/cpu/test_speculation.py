@@ -37,8 +37,8 @@ SETTINGS = {
 FAMILIES = ["llama", "llama_dynamic", "qwen2_windows", "qwen3", "qwen3_moe", "gpt_oss", "glm4_moe"]
 
 
-def wanted() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts, some of them alike, and each with other wishes."""
+def wanted(most: int = 40) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts, some of them alike, and each with other wishes. most: tokens of an output."""
     prompts = [prompt[:30] for prompt in tiny.prompts()]
     wishes = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
@@ -53,6 +53,7 @@ def wanted() -> list[tuple[list[int], SamplingParams]]:
         SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[3, 11, 40], min_tokens=3),
         SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=40, ignore_eos=True),
     ]
+    wishes = [replace(wish, max_tokens=min(wish.max_tokens, most)) for wish in wishes]
     return [(prompts[index % len(prompts)], wish) for index, wish in enumerate(wishes)]
 
 
@@ -104,9 +105,9 @@ def answers(name: str, asked: Sequence[tuple[list[int], SamplingParams]], **more
 
 
 @cache
-def plainly(name: str) -> list[Completion]:
+def plainly(name: str, most: int = 40) -> list[Completion]:
     """Answers to `wanted` without drafts, with which many tests compare those with them."""
-    return answers(name, wanted())
+    return answers(name, wanted(most))
 
 
 @cache
