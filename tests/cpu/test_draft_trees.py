@@ -140,7 +140,7 @@ def test_what_is_found_later_was_accepted(more: dict[str, object]) -> None:
         alike(again, after, 1e-4)
         moved += counts["beside"]
         assert sum(one.cached_tokens for one in again) > 100
-    assert moved > 10
+    assert moved > 3
 
 
 @pytest.mark.parametrize("ahead", [False, True])

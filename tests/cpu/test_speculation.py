@@ -297,8 +297,8 @@ def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
 )
 def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
     """One that is nearly the model itself draws nearly as the model does, also at temperature 1."""
-    asked = wanted(BRIEF)
-    plain = plainly("llama", BRIEF)
+    asked = wanted(24)
+    plain = plainly("llama", 24)
     draft = near("llama", 0.02)
     for ahead, restless in ((False, None), (True, None), (True, 1)):
         drafter = Adversary({}, tiny.VOCAB, kinds="n")
