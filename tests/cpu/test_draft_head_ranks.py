@@ -119,20 +119,20 @@ def test_an_mtp_layer_drafts_as_published_and_changes_no_token(
 )
 def test_nor_where_room_is_short(more: dict[str, object], tmp_path: Path) -> None:
     """What is drafted is still what the published arithmetic drafts, from where its features begin."""
-    asked = wanted(BRIEF)
-    plain = plainly("llama", BRIEF)
+    most = 8 if more["max_sequences"] == 1 else BRIEF
+    asked, plain = wanted(most), plainly("llama", most)
     head = heads.random_head(tmp_path / "head", "llama")
     reference = Reference(tiny.checkpoint("llama"), head)
     greedy = [(prompt, params) for (prompt, _), params in zip(asked[:6], asked_of(asked[:6], 8), strict=True)]
     for ahead, restless in ((False, None), (True, 2)):
         with patch.object(Runner, "ahead", ahead), always(NOBODY, restless):
             found = answers("llama", asked, speculate=str(head), **TWO, **more)
-        with patch.object(Runner, "ahead", ahead), always(NOBODY), watched() as seen:
-            answers("llama", greedy, speculate=str(head), prefix_cache=False, **TWO, **more)
         alike(found, plain, 1e-4)
         assert accepted(found)[0] > 10
-        assert len(seen) > 10
-        assert max(reference.leads(seen)) < 1e-3
+    with patch.object(Runner, "ahead", True), always(NOBODY), watched() as seen:
+        answers("llama", greedy, speculate=str(head), prefix_cache=False, **TWO, **more)
+    assert len(seen) > 10
+    assert max(reference.leads(seen)) < 1e-3
 
 
 def test_a_prefix_from_host_memory_has_no_features_and_the_head_begins_behind_it(tmp_path: Path) -> None:
