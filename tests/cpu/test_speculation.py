@@ -340,8 +340,8 @@ def test_a_copy_in_few_bits_that_uses_the_models_kv_changes_no_token(name: str, 
     ids=["preempted", "long"],
 )
 def test_nor_where_room_for_its_drafts_is_short(more: dict[str, object], tmp_path: Path) -> None:
-    asked = wanted(BRIEF)
-    plain = plainly("llama", BRIEF)
+    asked = wanted()
+    plain = plainly("llama")
     for ahead in (False, True):
         with patch.object(Runner, "ahead", ahead), always(Adversary({}, tiny.VOCAB, kinds="n")):
             found = answers("llama", asked, speculate="self", cache=tmp_path, **more)
