@@ -422,6 +422,7 @@ CASES: dict[str, Callable[[], None]] = {
     "run, wide heads, known": lambda: run(20, heads=16, dim=256, ways=("known",)),
     "run, wide heads": lambda: run(20, heads=16, dim=256),
     "run, float32": lambda: run(20, dtype=torch.float32),
+    "run, float32, tree": lambda: run(20, dtype=torch.float32, ways=("tree",)),
     "run, wide heads in float32": lambda: run(20, heads=16, dim=256, dtype=torch.float32),
     "merge": merge,
     "write": write,

@@ -2,7 +2,7 @@
 in plain torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,13 +179,14 @@ class PlainHead:
         """The target's token of each that can be drafted."""
         return torch.arange(len(self.tensors["lm_head.weight"])) + self.tensors["d2t"]
 
-    def output(self, taps: Sequence[Tensor], behind: Sequence[int]) -> Tensor:
-        """The output at the last of these tokens, `[hidden]`. The first ones, each with hidden states of the
-        token before, are followed by a draft, behind each token of which the head goes on with its own."""
+    def outputs(self, taps: Sequence[Tensor], behind: Sequence[int]) -> Iterator[Tensor]:
+        """The outputs, `[hidden]`, at the last of these tokens that has hidden states of the token before,
+        and at each behind it: of a draft, along which the head goes on with its own."""
         features = self.features(taps)
         while True:
             out = self.layer(features, torch.tensor(behind[: len(features)]))
+            yield out[-1]
             if len(features) == len(behind):
-                return out[-1]
+                return
             onward = self._norm(out, self.tensors["norm.weight"]) if self.config.get("norm_output") else out
             features = torch.cat((features, onward[-1:]))

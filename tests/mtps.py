@@ -74,6 +74,7 @@ class PlainMtp:
         whole = load(path.parent / "whole")
         self.layer, self.rotary = whole.model.layers[LAYERS], whole.model.rotary_emb
         self.eps = whole.config.rms_norm_eps
+        self.known = list[tuple[tuple[int, ...], Tensor]]()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.tensors[f"{AT}.{name}.weight"]
@@ -84,16 +85,22 @@ class PlainMtp:
 
     @torch.inference_mode()
     def hidden(self, tokens: Sequence[int]) -> Tensor:
-        """The target's hidden states behind its last norm, `[tokens, hidden]`."""
-        return self.target.model(torch.tensor([tokens])).last_hidden_state[0]
+        """The target's hidden states behind its last norm, `[tokens, hidden]`. Those of a longer sequence
+        begin with them."""
+        for longer, states in self.known:
+            if longer[: len(tokens)] == tuple(tokens):
+                return states[: len(tokens)]
+        states = self.target.model(torch.tensor([tokens])).last_hidden_state[0]
+        self.known.append((tuple(tokens), states))
+        return states
 
     @torch.inference_mode()
-    def output(self, hidden: Tensor, behind: Sequence[int]) -> Tensor:
-        """The output behind the layer's own last norm at the last of these tokens, `[hidden]`.
-
-        The first ones, each with the target's hidden state of the token before, are followed by a draft,
-        behind each token of which the layer goes on with its own output.
+    def outputs(self, hidden: Tensor, behind: Sequence[int]) -> list[Tensor]:
+        """The outputs behind the layer's own last norm, `[hidden]`, at the last of these tokens that has the
+        target's hidden state of the token before, and at each behind it: of a draft, along which the layer
+        goes on with its own output.
         """
+        outputs = list[Tensor]()
         while True:
             count = len(hidden)
             embedded = self._own("embed_tokens", "model.embed_tokens")[torch.tensor(behind[:count])]
@@ -108,10 +115,10 @@ class PlainMtp:
                 position_embeddings=self.rotary(x, places),
             )
             out = out[0] if isinstance(out, tuple) else out
-            last = self._norm(out[0], "shared_head.norm")[-1]
+            outputs.append(self._norm(out[0], "shared_head.norm")[-1])
             if count == len(behind):
-                return last
-            hidden = torch.cat((hidden, last[None]))
+                return outputs
+            hidden = torch.cat((hidden, outputs[-1][None]))
 
     def logits(self, out: Tensor) -> Tensor:
         """Logits of all tokens."""

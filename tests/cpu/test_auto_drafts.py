@@ -152,7 +152,7 @@ def test_groups_of_a_copy_divide_the_rows_of_every_matrix(cache: Path) -> None:
 
 
 def test_no_token_is_another_and_both_draft(wide: Path, cache: Path) -> None:
-    asked = wanted()
+    asked = wanted(24)
     prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
     with LLM(wide, **SETTINGS, device_memory=ROOMY) as llm:
         plain = llm.generate(prompts, params)

@@ -15,7 +15,18 @@ import torch
 import penstock.engine.boot
 import tiny
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import FAMILIES, SETTINGS, always, answers, formed, later, plainly, truth_of, wanted
+from cpu.test_speculation import (
+    BRIEF,
+    FAMILIES,
+    SETTINGS,
+    always,
+    answers,
+    formed,
+    later,
+    plainly,
+    truth_of,
+    wanted,
+)
 from drafters import Adversary, TreeAdversary
 from layouts import kv_of_heads
 from pairs import near
@@ -129,7 +140,7 @@ def test_what_is_found_later_was_accepted(more: dict[str, object]) -> None:
         alike(again, after, 1e-4)
         moved += counts["beside"]
         assert sum(one.cached_tokens for one in again) > 100
-    assert moved > 10
+    assert moved > 3
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -180,10 +191,10 @@ def of_trees(nodes: int, restless: int | None = None) -> Iterator[None]:
     ids=["alone", "two ranks", "preempted", "tiers"],
 )
 def test_a_draft_models_trees_change_no_token(more: dict[str, object]) -> None:
-    plain, draft = plainly("llama"), near("llama", 0.05)
+    plain, draft = plainly("llama", BRIEF), near("llama", 0.05)
     for ahead, restless in ((False, None), (True, None), (True, 1)):
         with patch.object(Runner, "ahead", ahead), of_trees(14, restless), counted() as counts:
-            found = answers("llama", wanted(), speculate=str(draft), **more)
+            found = answers("llama", wanted(BRIEF), speculate=str(draft), **more)
         alike(found, plain, 1e-4)
         assert counts["trees"] > 5
         assert sum(one.accepted_tokens for one in found) > 10

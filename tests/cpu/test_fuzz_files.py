@@ -38,7 +38,8 @@ def _write(path: Path) -> None:
     (path / "file").write_text("ok")
 
 
-def test_what_reading_must_not_do_is_found(tmp_path: Path) -> None:
+def test_what_reading_must_not_do_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "MEMORY", 128 << 20)
     outside = tmp_path / "outside"
     outside.touch()
 

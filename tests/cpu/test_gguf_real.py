@@ -68,7 +68,11 @@ def test_tokenizer(model: Path, shared_data: Path) -> None:
 
 def test_numbers(model: Path) -> None:
     """Matrices are those of the library, rows of queries put back in order."""
-    theirs = {one.name: dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(model).tensors}
+    theirs = {
+        one.name: dequantize(one.data, one.tensor_type)
+        for one in gguf.GGUFReader(model).tensors
+        if one.name.startswith(("token_embd.", "blk.2."))
+    }
     with Checkpoint.open(model) as checkpoint:
         layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32")
         checkpoint.verify(layouts)

@@ -36,9 +36,13 @@ SETTINGS = {
 }
 FAMILIES = ["llama", "llama_dynamic", "qwen2_windows", "qwen3", "qwen3_moe", "gpt_oss", "glm4_moe"]
 
+BRIEF = 14
+"""Tokens of an output at most where an engine has several ranks or little room, which is as ever in each
+step."""
 
-def wanted() -> list[tuple[list[int], SamplingParams]]:
-    """Prompts, some of them alike, and each with other wishes."""
+
+def wanted(most: int = 40) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts, some of them alike, and each with other wishes. most: tokens of an output."""
     prompts = [prompt[:30] for prompt in tiny.prompts()]
     wishes = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
@@ -53,6 +57,7 @@ def wanted() -> list[tuple[list[int], SamplingParams]]:
         SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[3, 11, 40], min_tokens=3),
         SamplingParams(temperature=1.0, top_k=20, seed=1, max_tokens=40, ignore_eos=True),
     ]
+    wishes = [replace(wish, max_tokens=min(wish.max_tokens, most)) for wish in wishes]
     return [(prompts[index % len(prompts)], wish) for index, wish in enumerate(wishes)]
 
 
@@ -104,9 +109,9 @@ def answers(name: str, asked: Sequence[tuple[list[int], SamplingParams]], **more
 
 
 @cache
-def plainly(name: str) -> list[Completion]:
+def plainly(name: str, most: int = 40) -> list[Completion]:
     """Answers to `wanted` without drafts, with which many tests compare those with them."""
-    return answers(name, wanted())
+    return answers(name, wanted(most))
 
 
 @cache
@@ -292,8 +297,8 @@ def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
 )
 def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
     """One that is nearly the model itself draws nearly as the model does, also at temperature 1."""
-    asked = wanted()
-    plain = plainly("llama")
+    asked = wanted(24)
+    plain = plainly("llama", 24)
     draft = near("llama", 0.02)
     for ahead, restless in ((False, None), (True, None), (True, 1)):
         drafter = Adversary({}, tiny.VOCAB, kinds="n")
@@ -418,8 +423,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["with room", "small steps", "preempted", "tiers"],
 )
 def test_each_rank_has_its_own_part_of_a_copy(more: dict[str, object], parts: Path) -> None:
-    asked = wanted()
-    plain = plainly("llama")
+    asked = wanted(BRIEF)
+    plain = plainly("llama", BRIEF)
     settings = {"speculate": "self", "tensor_parallel": 2, "cache": parts} | more
     for ahead in (False, True):
         with patch.object(Runner, "ahead", ahead), always(Adversary({}, tiny.VOCAB, kinds="n")):
@@ -433,7 +438,7 @@ def test_each_rank_has_its_own_part_of_a_copy(more: dict[str, object], parts: Pa
 def test_a_copy_on_ranks_changes_no_token_of_any_family(name: str, tmp_path: Path) -> None:
     """Experts are as wide as real ones are, of which groups divide each rank's part."""
     wide = {"moe_intermediate_size": 64, "intermediate_size": 64} if name != "qwen2_windows" else {}
-    path, asked = tiny.write(tiny.CASES[name], tmp_path / name, **wide), wanted()
+    path, asked = tiny.write(tiny.CASES[name], tmp_path / name, **wide), wanted(BRIEF)
     prompts, params = [prompt for prompt, _ in asked], [wishes for _, wishes in asked]
     with LLM(path, **SETTINGS) as llm:
         plain = llm.generate(prompts, params)

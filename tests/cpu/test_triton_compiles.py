@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 LARGE = (
     "decode, with log-sum-exp",
     "run, wide heads, known",
-    "run, float32",
+    "run, float32, tree",
     "merge",
     "write",
     "fold, float32",

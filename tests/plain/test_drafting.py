@@ -81,7 +81,7 @@ def slowly(history: list[int], most: int) -> Draft:
 def test_what_followed_the_longest_match_is_found() -> None:
     chance = random.Random(1)
     shared = reached = 0
-    for _ in range(1500):
+    for _ in range(700):
         letters = chance.choice([1, 2, 2, 3, 5, 40])
         history = [chance.randrange(letters) for _ in range(chance.choice([0, 1, 2, 5, 9, 30, 30, 700]))]
         history += history[len(history) // 2 :] * chance.choice([0, 0, 1, 3])
@@ -91,8 +91,8 @@ def test_what_followed_the_longest_match_is_found() -> None:
         assert all(type(token) is int for token in found.tokens)
         shared += any(score < 1 for score in found.scores)
         reached += len(history) < len(found.tokens)
-    assert shared > 60, "places hardly ever disagree"
-    assert reached > 100, "repetitions hardly ever go on into the draft itself"
+    assert shared > 28, "places hardly ever disagree"
+    assert reached > 46, "repetitions hardly ever go on into the draft itself"
 
 
 @pytest.mark.parametrize("length", [30, 31, 32, 33, 34, 35, 80])
