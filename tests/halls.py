@@ -398,7 +398,7 @@ class Hall:
         assert many == sorted(many), "a share of one token stands behind a longer one"
         assert len({share.row for share in plan.shares}) == len(plan.shares), "a row has two shares"
         self.demoted += len(plan.orders)
-        self._note(plan)
+        self._note_found(plan)
         for share in plan.shares:
             is_chunk = share.cold_stop > share.start
             if is_chunk and not share.sample:
@@ -408,7 +408,7 @@ class Hall:
                     "full blocks of the tail stay longer than they should"
                 )
 
-    def _note(self, plan: Plan) -> None:
+    def _note_found(self, plan: Plan) -> None:
         """What a plan computes counts as computed, also if it is not carried out."""
         for share in plan.shares:
             known = self.live[self.scheduler._queues.by_row[share.row].id]
@@ -420,7 +420,7 @@ class Hall:
             self.worker.spoil(self.flight[0])
         self.flight = None
         plan = self.scheduler.plan()
-        self._note(plan)
+        self._note_found(plan)
         self.recover(self.worker.spoil(plan))
 
     def recover(self, landed: Sequence[Landed] = ()) -> None:

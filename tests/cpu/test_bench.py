@@ -247,7 +247,7 @@ def test_every_timed_step_of_a_device_that_runs_ahead_is_a_whole_one(
 @pytest.mark.parametrize("copies", [False, True])
 def test_copies_of_experts_are_timed_with_whole_steps(copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a layer takes more where half of its experts are elsewhere, with a link that takes no time."""
-    rooms, engine = list[bool](), calibration._engine
+    rooms, engine = list[bool](), calibration.run_of
 
     @contextmanager
     def noted(*arguments: Any) -> Iterator[Booted]:
@@ -256,7 +256,7 @@ def test_copies_of_experts_are_timed_with_whole_steps(copies: bool, monkeypatch:
             rooms.append(booted.weights.room.copies)
             yield booted
 
-    monkeypatch.setattr(calibration, "_engine", noted)
+    monkeypatch.setattr(calibration, "run_of", noted)
     simulated_device(monkeypatch, device=3.5, host=0.25, counters=3.0)
     resident = calibration.StepSample("moe", 2, 1, calibration.CONTEXTS[0], UseWork(), (0, 2), seconds=0.5)
     many = {"num_local_experts": 32, "num_experts": 32, "max_position_embeddings": 2048}

@@ -251,7 +251,7 @@ def test_keys_come_in_turns() -> None:
 
 
 def test_a_timeout_runs_from_arrival(tmp_path: Path) -> None:
-    """Also while a request waits to be read, and then it is not computed."""
+    """Also while a request waits to be read, on a thread, and then it is not computed."""
     slow = (
         "import sys, time; import penstock.server.http.app as app; read = app.read\n"
         "def slowly(*given): time.sleep(1.5); return read(*given)\n"
@@ -267,7 +267,7 @@ def test_a_timeout_runs_from_arrival(tmp_path: Path) -> None:
         server.wait()
         begin = time.monotonic()
         status, found = asked(
-            server, "", "/v1/completions", model="shipped", prompt="a", max_tokens=1, timeout=0.3
+            server, "", "/v1/completions", model="shipped", prompt="a " * 600, max_tokens=1, timeout=0.3
         )
         assert (status, found["error"]["code"]) == (504, "deadline_exceeded")
         assert time.monotonic() - begin < 1.4

@@ -1,8 +1,10 @@
 """Writes one answer while it comes: on a terminal wrapped at words and with its Markdown drawn, reasoning
 faint; elsewhere the answer's own bytes."""
 
+import os
 import shutil
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from penstock.base.config import terminal_kind
@@ -27,6 +29,9 @@ def can_draw() -> bool:
 
 def columns() -> int:
     """Return how many columns the terminal has now."""
+    with suppress(OSError, ValueError, AttributeError):
+        if (size := os.get_terminal_size(sys.stdout.fileno())).columns:
+            return size.columns
     return shutil.get_terminal_size().columns
 
 

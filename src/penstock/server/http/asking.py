@@ -192,4 +192,9 @@ async def prepared_for(
         ready, writer = read(reader, asked, server.dialect)
         return [one.salted(salt).adapted(lora) for one in ready], writer
 
-    return await in_time(server, request, server.uploads.aside(request, prepared), asked.timeout)
+    uploads = server.uploads
+    if isinstance(asked, CompletionRequest) and uploads.is_brief(request) and asked.params.structure is None:
+        found = prepared()
+        uploads.release(request)
+        return found
+    return await in_time(server, request, uploads.aside(request, prepared), asked.timeout)

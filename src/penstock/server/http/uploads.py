@@ -17,6 +17,8 @@ from penstock.server.monitoring.records import record_of
 T = TypeVar("T")
 SMALL = 64 << 10
 """Bytes up to which a request is read beside large ones."""
+_BRIEF = 1 << 10
+"""Bytes up to which to read a request takes less than to have a thread do it."""
 _THREADS = 4
 """Threads that read small requests. Large ones come one by one, or where there are several keys one of each
 of two keys."""
@@ -103,6 +105,11 @@ class Uploads:
     def is_large(self, request: Request) -> bool:
         """Tell whether its body is one that is read among large ones."""
         return self._held.get(request, 0) > SMALL
+
+    def is_brief(self, request: Request) -> bool:
+        """Tell whether its body may be read on the loop. Where there are several keys, these take turns at
+        threads."""
+        return self._lead is None and self._held.get(request, 0) <= _BRIEF
 
     def release(self, request: Request) -> None:
         """Forget a request that is over, if it was not read before."""
