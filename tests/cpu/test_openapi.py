@@ -75,7 +75,7 @@ def test_every_route_is_described_and_nothing_else() -> None:
     app: Any = application(ServerState(ServerSettings(("mine",))))
     there = {
         (route.path.replace(":path}", "}"), method.lower())
-        for route in app._app._app.routes
+        for route in app._app._app._app.routes
         for method in route.methods - {"HEAD"}
     }
     document = json.loads(described(keys=False))

@@ -26,7 +26,7 @@ from penstock.engine.machines import BLOCK_SIZE, CONTEXT, PROCESS, TABLES, Exper
 from penstock.engine.passes import decode_step, mixtures_of, pass_work
 from penstock.weights.streaming.beside import HAND_OVER, LOSS
 from penstock.weights.streaming.residency import padded, pass_order
-from penstock.weights.streaming.ring import Link, StreamRates
+from penstock.weights.streaming.ring import SKEW, Link, StreamRates
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,6 +102,13 @@ def machine(
 
 
 # ---- by hand
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks", "apart"), [(64 * GIB, 2, True), (64 * GIB, 1, False), (None, 2, False)]
+)
+def test_ranks_are_apart_where_each_has_a_device(host: int | None, ranks: int, apart: bool) -> None:
+    assert Machine(64 * GIB, host, FAST, 1e15).of_rank(ranks).rates.skew == (SKEW if apart else 0.0)
 
 
 def test_what_is_resident_decodes_as_fast_as_it_is_read() -> None:

@@ -386,6 +386,20 @@ def test_without_overlap_copies_and_arithmetic_add_up() -> None:
     assert placement.prediction.seconds == pytest.approx(30 * (40 / 20 + 3.0))
 
 
+@pytest.mark.parametrize(
+    ("skew", "ring", "seconds"), [(0.0, 40, 48.024), (0.05, 40, 49.224), (0.2, 80, 50.201)]
+)
+def test_where_ranks_are_apart_a_wider_ring_may_be_worth_a_group(
+    skew: float, ring: int, seconds: float
+) -> None:
+    """In a ring of one group each copy waits for the arithmetic of all ranks; in one of two it begins
+    before."""
+    uses, limits = world(*[40] * 30), WeightLimits(280 * UNIT, 2000 * UNIT)
+    placement = solve(uses, limits, replace(RATES, skew=skew), [0.001] * 30, PIECE)
+    assert placement.device_ring.size == ring * UNIT
+    assert placement.prediction.seconds == pytest.approx(seconds)
+
+
 def test_copies_wrap_around_the_end_of_a_pass() -> None:
     """Copies take 6 seconds and arithmetic 7.2: it never waits only if what a pass begins with comes while
     the pass before still runs."""

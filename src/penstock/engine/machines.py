@@ -24,7 +24,7 @@ from penstock.engine.rooms import Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import MOST_DRAFTED
 from penstock.weights.streaming.residency import padded
-from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.ring import SKEW, StreamRates
 from penstock.worker.sizes import HEAD_ROWS, shared_bytes
 
 BLOCK_SIZE = 32
@@ -72,6 +72,7 @@ class Machine:
                 rates.disk_to_host / ranks,
                 rates.device_read / shares,
                 rates.cpu_read,
+                SKEW if host is not None and ranks > 1 else 0.0,
             ),
             operations=self.operations / shares,
         )

@@ -28,7 +28,7 @@ from penstock.weights.pack.cache import cached_pack
 from penstock.weights.pack.reader import Pack
 from penstock.weights.streaming.loading import Loading, counted
 from penstock.weights.streaming.residency import ExpertRoom, WeightLimits, padded
-from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.ring import SKEW, StreamRates
 from penstock.weights.streaming.source import (
     CheckpointSource,
     PackSource,
@@ -145,6 +145,7 @@ def place(
         if found.needs_disk and store
         else 0.0,
         device_read=memory_read(device, most, min(longest, _LINK_SECONDS)),
+        skew=SKEW if outline.shard.ranks > 1 and device.type == "cuda" else 0.0,
     )
     if wants_cpu_rates(found, say):
         rates = replace(rates, cpu_read=cpu_read(found, device, rates))

@@ -93,7 +93,9 @@ def application(server: ServerState) -> ASGIApp:
     routes = [Route(path, routed[path], methods=list(handlers)) for path, handlers in found.items()]
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False  # It would send clients to whatever their Host header says.
-    direct = _direct(app, {(method, path): routed[path] for method, path, _ in asked if "{" not in path})
+    direct = _DirectRoutes(
+        app, {(method, path): routed[path] for method, path, _ in asked if "{" not in path}
+    )
     allowed = server.settings.allow_origins
     inner = shared_with(direct, allowed) if allowed else direct
     doors = OriginGuard(inner, server.settings.allow_hosts, allowed, keys=bool(server.settings.keys))
@@ -103,21 +105,24 @@ def application(server: ServerState) -> ASGIApp:
 # ---- what stands around every route
 
 
-def _direct(
-    app: ASGIApp, routes: Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]
-) -> ASGIApp:
-    """Return the application with a shorter way to routes, which are known by method and path. It saves a
-    fifth of what a request takes of the loop; routes raise nothing that Starlette would have to answer."""
+class _DirectRoutes:
+    """Takes a shorter way to routes than Starlette's, which costs a fifth of what a request takes of the
+    loop. Routes raise nothing that Starlette would have to answer."""
 
-    async def direct(scope: Scope, receive: Receive, send: Send) -> None:
-        route = routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+    def __init__(
+        self, app: ASGIApp, routes: Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]
+    ) -> None:
+        """Wrap an application, which answers all that is not among the routes by method and path."""
+        self._app, self._routes = app, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
         if route is None:
-            await app(scope, receive, send)
+            await self._app(scope, receive, send)
             return
         response = await route(Request(scope, receive, send))
         await response(scope, receive, send)
-
-    return direct
 
 
 _OPEN = ("/health", "/ready", "/version", "/openapi.json", *FILES)
