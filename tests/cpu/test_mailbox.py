@@ -20,6 +20,11 @@ SLOW = 0.002
 """Seconds that a delivery takes: a rest follows it."""
 
 
+@pytest.fixture(autouse=True)
+def rests_for_any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailboxes, "_FEW", 0)
+
+
 def delta(token: int) -> Delta:
     return Delta(str(token), (token,))
 
@@ -126,8 +131,13 @@ def test_what_comes_in_a_rest_is_added_up_and_only_first_pieces_and_ends_come_be
     assert [len(one) for one in desk.deliveries] == [2, 1, 1, 1]
 
 
-def test_a_delivery_that_is_short_is_followed_by_no_rest() -> None:
-    desk, one = Desk(0.0), call()
+@pytest.mark.parametrize(("short", "few"), [(LONG, 0), (0.0, 1)])
+def test_a_delivery_that_is_short_or_to_few_is_followed_by_no_rest(
+    short: float, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailboxes, "_SHORT", short)
+    monkeypatch.setattr(mailboxes, "_FEW", few)
+    desk, one = Desk(), call()
 
     async def run() -> None:
         mailbox = Mailbox(asyncio.get_running_loop(), desk.deliver)
@@ -210,3 +220,23 @@ def test_what_is_reported_right_behind_a_look_is_seen(resting: bool) -> None:
             await asyncio.sleep(0.001)
 
     asyncio.run(run())
+
+
+def test_what_runs_on_the_loop_runs_though_a_delivery_fails() -> None:
+    """Such as the end of a backend, for which everybody waits."""
+    ran, faults = list[int](), list[object]()
+
+    def fails(updates: Collection[Update]) -> None:
+        raise ValueError("a delivery")
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: faults.append(context["exception"]))
+        mailbox = Mailbox(loop, fails)
+        mailbox._tray.append(given(call(), [1]))
+        mailbox.run_on_loop(ran.append, 1)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert ran == [1]
+    assert [str(one) for one in faults] == ["a delivery"]

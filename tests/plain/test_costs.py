@@ -13,6 +13,7 @@ from penstock.arch.layout import GroupKind, group_layouts
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.bench.shapes import LAYERS_OF, SHAPES
+from penstock.cli.commands import plan
 from penstock.cli.commands.plan import MACHINES, kept_costs, machine_of, settle
 from penstock.cli.known_costs import SHIPPED, costs_of
 from penstock.engine.costs import (
@@ -286,3 +287,34 @@ def test_machines_with_costs_are_forecast_with_them() -> None:
         setting, _ = settle(name, {}, file)
         assert (machine_of(setting).costs is not None) == (known.costs is not None)
     assert kept_costs("h100", Path("/nowhere"), "float32") is None
+
+
+@pytest.mark.parametrize(("machine", "file"), [("h100", "cpu-bfloat16.json"), ("cpu", "h100.json")])
+def test_costs_of_another_kind_of_machine_are_refused(machine: str, file: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"has the step costs of a [CG]PU, and the forecast is of a machine with"
+    ):
+        plan.settle(machine, {}, SHIPPED / file)
+
+
+def test_costs_and_memory_of_a_gpu_mean_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is none, and where the CPU has no instructions for halves."""
+    monkeypatch.setattr(plan, "_gpu", lambda: ("", 0))
+    monkeypatch.setattr(plan, "multiplies_halves", lambda: False)
+    setting, _ = plan.settle(None, {"device_memory": 75e9}, SHIPPED / "h100.json")
+    assert plan.machine_of(setting).host
+    assert plan.dtype_there(None, "bfloat16", ("device_memory", "host_memory")) == "bfloat16"
+    assert plan.dtype_there(None, "bfloat16", ("device_memory",)) == "float32"
+
+
+def test_ranks_that_share_a_cpu_have_no_measured_costs() -> None:
+    alone = Machine(64 << 30, None, RATES, 1e12, COSTS)
+    assert alone.of_rank(1).costs is COSTS
+    assert alone.of_rank(2).costs is None
+    assert replace(alone, host=64 << 30).of_rank(2).costs is COSTS
+
+
+def test_lines_of_a_gpu_are_those_that_older_versions_read() -> None:
+    assert not {"host", "disk_rate"} & json.loads(COSTS.line()).keys()
+    here = replace(COSTS, host=True, disk_rate=1e9)
+    assert StepCosts.parse(here.line(), "here") == here

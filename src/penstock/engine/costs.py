@@ -123,7 +123,11 @@ class StepCosts:
 
     def line(self) -> str:
         """Return the costs as a line of JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)})
+        body = asdict(self)
+        for name in ("host", "disk_rate"):  # Versions that do not know these read the others.
+            if not body[name]:
+                del body[name]
+        return json.dumps({"format": FORMAT, **body})
 
     @classmethod
     def parse(cls, text: str, where: str) -> Self:

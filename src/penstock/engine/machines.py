@@ -61,7 +61,7 @@ class Machine:
 
     def of_rank(self, ranks: int) -> "Machine":
         """Return what one of several ranks has: a device and a link of its own, and a part of host memory and
-        of the disk. On a CPU a part of everything."""
+        of the disk. On a CPU a part of everything, and its time is a bound."""
         host, rates, shares = self.host, self.rates, 1 if self.host is not None else ranks
         return replace(
             self,
@@ -75,6 +75,7 @@ class Machine:
                 SKEW if host is not None and ranks > 1 else 0.0,
             ),
             operations=self.operations / shares,
+            costs=self.costs if shares == 1 else None,  # What ranks share a CPU for was not measured.
         )
 
     @property

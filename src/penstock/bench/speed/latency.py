@@ -35,7 +35,7 @@ from penstock.engine.settling import choose_limits
 from penstock.memory.device import device_name, give_back
 from penstock.memory.probe import memory_read
 from penstock.weights.streaming.residency import HOST_SLOTS, PIECE, WeightLimits
-from penstock.weights.streaming.ring import StreamRates
+from penstock.weights.streaming.ring import SKEW, StreamRates
 
 _CONTEXT = 2048
 """Prompt tokens where none were asked for and the model has room for as many."""
@@ -231,8 +231,11 @@ def _mixture_ms(
     weights, shard = booted.weights, Shard(0, model.target.config.tensor_parallel)
     assert streaming.experts_per_pass is not None
     assert weights.room is not None
-    rates = StreamRates(streaming.link_ceiling, streaming.disk_rate or streaming.disk_ceiling, rate)
     on_cpu = model.device.type == "cpu"
+    apart = SKEW if shard.ranks > 1 and not on_cpu else 0.0
+    rates = StreamRates(
+        streaming.link_ceiling, streaming.disk_rate or streaming.disk_ceiling, rate, skew=apart
+    )
     there = Machine(0, None if on_cpu else 0, rates, math.inf, costs)
     work = Work(
         model.dtype,

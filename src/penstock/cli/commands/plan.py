@@ -284,7 +284,7 @@ def command(
     settings = Config(Path(), **{name: given.pop(name) for name in SETTINGS})
     asked = {name: PARSERS[name](text) for name, text in given.items() if text is not None}
     name, spec, names = open_model(model, weight_format)
-    chosen = dtype_there(machine, spec.dtype) if dtype == "auto" else dtype
+    chosen = dtype_there(machine, spec.dtype, asked) if dtype == "auto" else dtype
     kept = costs or kept_costs(machine, cache.expanduser(), chosen, name_of(spec.format), asked)
     setting, usual_step = settle(machine, asked, kept)
     setting = _with_cpu(setting, settings, cpu_rate)
@@ -337,10 +337,10 @@ def _expert_use(spec: ModelSpec, batch: int, hits: float | None, routing: Path |
     return expert_use(routing, spec.moe, batch)
 
 
-def dtype_there(machine: str | None, stored: str) -> str:
+def dtype_there(machine: str | None, stored: str, asked: Collection[str] = ()) -> str:
     """Return the dtype that `auto` means on a machine: on a CPU without instructions for halves float32, as a
-    boot chooses."""
-    here = machine is None and not _gpu()[0] and not multiplies_halves()
+    boot chooses. asked: names of figures that are given."""
+    here = machine is None and not (_gpu()[0] or _means_gpu(asked) or multiplies_halves())
     return "float32" if here else stored
 
 
@@ -382,7 +382,8 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
     steps = read_costs(costs) if costs else None
     figures = {name: Figure(getattr(known, name), machine or ASSUMED) for name in PARSERS}
     if machine is None:
-        gpu, free = _gpu()[1] or _means_gpu(asked), _free_memory()
+        of_gpu = steps is not None and not steps.host and "device_memory" in asked
+        gpu, free = _gpu()[1] or _means_gpu(asked) or of_gpu, _free_memory()
         if gpu:
             found = {"device_memory": int(gpu), "host_memory": free * 4 // 5}
         else:
@@ -394,6 +395,11 @@ def settle(machine: str | None, asked: Mapping[str, float], costs: Path | None =
         raise ConfigError(
             "--host-memory is for machines with a GPU, and on a CPU host memory is the device memory; give "
             "--device-memory instead, or a --machine with a GPU"
+        )
+    if steps is not None and steps.host == bool(known.host_memory):
+        raise ConfigError(
+            f"{costs} has the step costs of a {'CPU' if steps.host else 'GPU'}, and the forecast is of a "
+            f"machine {'with' if steps.host else 'without'} a GPU; give costs that were measured on its like"
         )
     elsewhere = costs is not None and costs.parent == SHIPPED
     if steps and machine is None:

@@ -234,6 +234,7 @@ class RequestBroker:
             self._metrics.abandoned()
 
     def _expire(self, call: Call, seconds: float) -> None:
+        self._mailbox.flush()  # What was computed in time is the client's.
         if call in self._calls and not call.over:
             self._break_off(call, overdue(seconds))
 

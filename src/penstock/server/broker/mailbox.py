@@ -10,7 +10,7 @@ loop collects it. The loop is woken up unless it was woken up before and has not
 it notes that it begins, or that its rest is over, before it looks, and the backend asks after it has put
 something there, so nothing is left lying. What the loop has collected and not delivered is the loop's alone;
 what comes later of the same call is added to it, and both are delivered as one. Who needs all that was
-reported to be delivered (`run_on_loop`, `withdraw`) has it delivered first.
+reported to be delivered (`flush`, `run_on_loop`, `withdraw`) has it delivered first.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ REST = 12.0
 """A delivery is followed by a rest of so many times its own seconds."""
 _SHORT, _LONGEST = 0.0003, 0.03
 """Seconds of a delivery behind which there is no rest, and of the longest rest."""
+_FEW = 8
+"""Calls for which there is none either: a delivery to them takes long only where the machine is busy."""
 
 
 class Mailbox:
@@ -69,8 +71,8 @@ class Mailbox:
         self._collect()
         self._give(self._held)
 
-    def _flush(self) -> None:
-        """Deliver all that has been reported."""
+    def flush(self) -> None:
+        """Deliver all that has been reported. Not from within a delivery."""
         self._collect()
         self._held, updates = {}, self._held
         if updates:
@@ -90,7 +92,7 @@ class Mailbox:
             return
         self._held, began = {}, monotonic()
         self._deliver(updates.values())
-        if (spent := monotonic() - began) > _SHORT:
+        if (spent := monotonic() - began) > _SHORT and len(updates) > _FEW:
             self._rests = True
             self._loop.call_later(min(REST * spent, _LONGEST), self._end_rest)
 
@@ -108,8 +110,10 @@ class Mailbox:
         self._call(self._run, work, *given)
 
     def _run(self, work: Callable[..., object], *given: object) -> None:
-        self._flush()
-        work(*given)
+        try:
+            self.flush()
+        finally:
+            work(*given)
 
     def _call(self, work: Callable[..., object], *given: object) -> None:
         try:
@@ -123,7 +127,7 @@ class Mailbox:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._withdraw(call), self._loop))
 
     async def _withdraw(self, call: Call) -> bool:
-        self._flush()
+        self.flush()
         return await call.withdraw()
 
 

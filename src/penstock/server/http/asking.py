@@ -30,6 +30,8 @@ from penstock.server.wire.responses import ResponsesRequest
 
 T = TypeVar("T")
 U = TypeVar("U")
+_FEW = 8
+"""Outputs up to which a brief request is read on the loop."""
 G = TypeVar(
     "G",
     bound=ChatRequest
@@ -193,7 +195,8 @@ async def prepared_for(
         return [one.salted(salt).adapted(lora) for one in ready], writer
 
     uploads = server.uploads
-    if isinstance(asked, CompletionRequest) and uploads.is_brief(request) and asked.params.structure is None:
+    brief = isinstance(asked, CompletionRequest) and asked.outputs <= _FEW and asked.params.structure is None
+    if brief and uploads.is_brief(request):
         found = prepared()
         uploads.release(request)
         return found
