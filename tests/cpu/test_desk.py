@@ -486,3 +486,29 @@ def test_what_was_begun_in_part_is_ended(llm: LLM) -> None:
         llm.driver.begin(ready)
     assert llm.stats().running == llm.stats().waiting == 0
     assert not llm.driver._live
+
+
+def test_what_was_computed_in_time_is_given_out_before_the_time_is_over(llm: LLM) -> None:
+    """Also what waits for the end of a rest between deliveries."""
+
+    async def work(broker: RequestBroker) -> None:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        [call] = broker.submit([llm.reader.read(SHORT_ONE, params)])
+        pieces = call.pieces()
+        await anext(pieces)
+        last = Delta("the last", (7,))
+        broker._mailbox._rests = True
+        broker._mailbox._held[call] = call, [last], False, None
+        broker._expire(call, 1.0)
+        come = list[Delta]()
+
+        async def to_the_end() -> None:
+            async for some in pieces:
+                come.extend(some)
+
+        with pytest.raises(DeadlineError):
+            await to_the_end()
+        assert last in come
+        broker._mailbox._rests = False
+
+    at_the_desk(llm, work)
