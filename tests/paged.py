@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows, RunTree
-from penstock.ops.triton.attention import paged_decode, paged_run, placed_run
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows, RunBatch, RunTree
+from penstock.ops.triton.attention import paged_decode, paged_run, paged_runs, placed_run
 from penstock.ops.triton.tuning import DecodeTuning
 from penstock.step.tree import depths, sights
 
@@ -169,6 +169,38 @@ def check_run(
     run = QueryRun(0, tokens, start, blocks)
     got = paged_run(q, cache, run, of.layer, out=out[:-1], lse=lse, tuning=tuning)
     check_tokens(of, q, k, v, start, (got, lse))
+    assert out[-1].isnan().all(), "what is behind the last token was written"
+
+
+def batch_of(pieces: list[tuple[int, int]], table: Tensor, block_size: int, before: int = 0) -> RunBatch:
+    """Runs of so many tokens behind so many others, one a row of a table. before: queries of others."""
+    runs = list[QueryRun]()
+    for row, (tokens, start) in enumerate(pieces):
+        blocks = table[row, : -(-(start + tokens) // block_size)].to(torch.int64)
+        runs.append(QueryRun(before, tokens, start, blocks))
+        before += tokens
+    return RunBatch(runs, range(len(runs)), table, lambda numbers: torch.from_numpy(numbers).to(table.device))
+
+
+def check_runs(
+    pieces: list[tuple[int, int]], *, tuning: DecodeTuning | None = None, seed: int = 0, **case: Any
+) -> None:
+    """As `check_run`, of several runs together: tokens, and the position of the first, of each.
+
+    case: fields of `Case`.
+    """
+    of, rng = Case(**case), torch.Generator().manual_seed(seed)
+    lengths = [start + tokens for tokens, start in pieces]
+    cache = of.cache(lengths)
+    table, keys, values = fill(*cache, lengths, rng)
+    q = of.queries(sum(tokens for tokens, _ in pieces), rng)
+    batch = batch_of(pieces, table, of.block_size, before=3)
+    out = torch.full((len(q) + 1, *q.shape[1:]), math.nan, dtype=of.dtype, device=of.device)
+    lse = torch.full(q.shape[:2], math.nan, dtype=torch.float32, device=q.device)
+    got = paged_runs(q, cache, batch, of.layer, out=out[:-1], lse=lse, tuning=tuning)
+    for run, k, v in zip(batch.runs, keys, values, strict=True):
+        own = slice(run.first - 3, run.first - 3 + run.count)
+        check_tokens(of, q[own], k, v, run.start, (got[own], lse[own]))
     assert out[-1].isnan().all(), "what is behind the last token was written"
 
 

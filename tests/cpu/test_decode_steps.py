@@ -1,4 +1,4 @@
-"""Steps in which every sequence has one token in pages: their inputs, and their likeliest tokens, are those
+"""Inputs of steps. Where every sequence has one token in pages, they and the likeliest tokens are those
 of the longer ways that serve all steps."""
 
 from dataclasses import replace
@@ -10,17 +10,18 @@ from torch import Tensor
 
 import tiny
 from penstock.arch.spec import ModelSpec, RopeSpec
-from penstock.ops.attention.inputs import LaterGroups
+from penstock.ops.attention.inputs import LaterGroups, QueryRun, RunTree
 from penstock.ops.embedding import look_up
 from penstock.ops.kernels import plain_torch
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.steps import NO_TOKEN, likeliest_on_host
-from penstock.step.plan import UNKNOWN, Admission, BlockId, Plan, Row, Share
+from penstock.step.plan import UNKNOWN, Admission, BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker import inputs as worker_inputs
 from penstock.worker.inputs import InputBuilder, StepTensors
 from penstock.worker.sampler import Sampler
 from penstock.worker.tables import BlockTables
+from penstock.worker.tiling import batches
 from quantised import SCHEMES, matrix_of
 from worlds import sampling
 
@@ -95,6 +96,44 @@ def test_a_step_of_more_takes_the_longer_way(other: Share) -> None:
     assert found.inputs.wanted is not None
     assert found.samples == 1 + other.sample
     assert found.prompt_positions == (0, len(other.next_prompt_tokens))
+
+
+def chunk(row: int, start: int, count: int, **more: object) -> Share:
+    """A chunk of a row as `share` has it."""
+    one = share(row, start + count - 1, kind=ShareKind.CHUNK)
+    return replace(one, start=start, tokens=(7,) * count, **more)
+
+
+def test_short_runs_of_a_step_are_attended_to_together() -> None:
+    """Where a kernel reads pages: with the tables of their own rows, in pieces."""
+    spec = Shape.open(tiny.checkpoint("llama")).spec
+    shares = (share(4, 9), chunk(2, 0, 5), chunk(0, 8, 9), chunk(3, 16, 3))
+    with patch.object(worker_inputs, "reads_pages", lambda _: True):
+        attention = built(spec, shares, plain=True).inputs.attention
+    [batch] = attention.batches
+    assert (batch.index, batch.queries, batch.stop) == (range(3), slice(1, 18), 19)
+    assert (batch.fresh, batch.longest, batch.ends.tolist()) == (False, 9, [0, 5, 14, 17])
+    # Ends, tokens, first queries, rows of the table.
+    assert batch.pieces(4).tolist() == [
+        [4, 5, 12, 16, 17, 19],
+        [4, 1, 4, 4, 1, 3],
+        [0, 4, 5, 9, 13, 14],
+        [0, 0, 1, 1, 1, 2],
+    ]
+    assert batch.pieces(4) is batch.pieces(4)
+    assert batch.table.tolist() == [[20, 0, 0], [0, 1, 2], [30, 31, 32]]
+    assert batch.table.dtype is batch.ends.dtype is batch.pieces(9).dtype is torch.int32
+    assert built(spec, shares, plain=True).inputs.attention.batches == ()
+
+
+def test_what_is_long_or_a_tree_or_beyond_pages_is_attended_to_by_itself() -> None:
+    runs = [QueryRun(0, count, 0, NEWEST) for count in (1024, 1023, 1, 2, 5, 3, 2000, 4)]
+    assert batches(runs) == [range(1, 6)]
+    assert batches(runs[:3]) == [range(1, 3)]
+    assert batches(runs[:2]) == batches(runs[5:]) == batches([]) == []
+    tree = RunTree(0, (0,), NEWEST, {})
+    assert batches([*runs[1:4], replace(runs[4], tree=tree), *runs[4:6]]) == [range(3), range(4, 6)]
+    assert batches([*runs[1:4], replace(runs[4], paged=False), *runs[4:6]]) == [range(3), range(4, 6)]
 
 
 def test_groups_are_made_once_and_only_if_a_layer_asks() -> None:

@@ -28,6 +28,7 @@ from paged import (
     check_decode,
     check_placed_run,
     check_run,
+    check_runs,
     check_tree,
     decode,
     fill,
@@ -417,6 +418,57 @@ class TestRun:
             window=window,
             tuning=tuning,
             seed=seed,
+        )
+
+
+class TestSeveralRuns:
+    """Each against the keys that it sees, in float64."""
+
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 2), (14, 1), (80, 1)])
+    def test_group_sizes(self, heads: int, kv_heads: int) -> None:
+        most = run_tokens(heads // kv_heads, 64)
+        check_runs([(most, 0), (most + 1, 25), (1, 40), (2 * most, 3)], heads=heads, kv_heads=kv_heads)
+
+    @pytest.mark.parametrize("window", [None, 1, 20])
+    def test_windows_and_sinks(self, window: int | None) -> None:
+        pieces = [(9, 0), (1, 90), (6, 31), (20, 16), (5, 0)]
+        check_runs(pieces, heads=16, window=window)
+        check_runs(pieces, heads=16, window=window, sinks=True)
+
+    @pytest.mark.parametrize(
+        ("dtype", "dim", "block_size"),
+        [(torch.bfloat16, 64, 32), (torch.float16, 128, 64), (torch.float32, 24, 4)],
+    )
+    def test_precisions(self, dtype: torch.dtype, dim: int, block_size: int) -> None:
+        check_runs([(9, 50), (70, 0), (3, 8)], heads=8, dtype=dtype, dim=dim, block_size=block_size)
+
+    def test_many(self) -> None:
+        """More pieces than programs scan at once for rows."""
+        check_runs([(2, 3)] * 260, heads=2, kv_heads=1, dim=8)
+
+    @settings(max_examples=5, deadline=None)
+    @given(
+        pieces=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 90)), min_size=1, max_size=6),
+        heads=st.integers(6, 30),
+        block_size=st.sampled_from([1, 16, 64]),
+        window=st.none() | st.integers(1, 100),
+        tuning=st.builds(
+            DecodeTuning,
+            tile=st.sampled_from([16, 32]),
+            warps=st.just(4),
+            depth=st.just(2),
+            workers_per_sm=st.integers(1, 6),
+            overlap=st.just(False),
+            least=st.integers(1, 2),
+        ),
+        seed=st.integers(0, 99),
+    )
+    def test_cut_anywhere(
+        self, pieces: list[tuple[int, int]], heads: int, block_size: int, window: int | None,
+        tuning: DecodeTuning, seed: int,
+    ) -> None:  # fmt: skip
+        check_runs(
+            pieces, heads=heads, kv_heads=1, block_size=block_size, window=window, tuning=tuning, seed=seed
         )
 
 

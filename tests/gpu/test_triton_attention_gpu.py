@@ -2,6 +2,8 @@
 plainly."""
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,17 +13,21 @@ pytest.importorskip("triton")
 
 from paged import (
     TOLERANCE,
+    Case,
     attend,
+    batch_of,
     check_answer,
     check_decode,
     check_placed_run,
     check_run,
+    check_runs,
     check_tree,
     decode,
     fill,
     pool_views,
 )
-from penstock.ops.attention.inputs import LayerAttention, Rows
+from penstock.ops.attention.attend import attend as attend_step
+from penstock.ops.attention.inputs import AttentionInputs, LayerAttention, Rows
 from penstock.ops.triton.attention import write_kv
 from penstock.ops.triton.pointwise import rms_norm, rope_, silu_mul
 from penstock.ops.triton.tiles import merge_states
@@ -127,6 +133,67 @@ def test_trees(
     case = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": 64, "window": window}
     for dtype in (torch.bfloat16, torch.float32):
         check_tree(tokens, begin, earlier=earlier, dtype=dtype, device="cuda", **case)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (16, 1, 80), (4, 4, 256)])
+@pytest.mark.parametrize("window", [None, 300])
+def test_several_runs(heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    pieces = [(16, 0), (1, 4000), (63, 8000), (200, 511), (2, 0), (300, 0), (64, 64), (5, 1)]
+    case = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": 64, "window": window}
+    for dtype in DTYPES:
+        check_runs(pieces, dtype=dtype, device="cuda", **case)
+        check_runs(pieces[:5], dtype=dtype, device="cuda", sinks=True, **case)
+    check_runs([(40, 7)] * 300, dtype=torch.bfloat16, device="cuda", **case)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("starts", [(0, 0, 0, 0), (0, 90, 0, 2000)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_steps_attend_together_as_each_run_does(
+    dtype: torch.dtype, starts: tuple[int, ...], window: int | None, sinks: bool
+) -> None:
+    """A step of rows and runs, with batches and without: in one launch, and in one a run."""
+    of = Case(heads=8, dim=64, block_size=32, window=window, dtype=dtype, device="cuda", sinks=sinks)
+    rng = torch.Generator().manual_seed(0)
+    pieces = list(zip((30, 1, 200, 17), starts, strict=True))
+    decoded = [100, 7]
+    lengths = [*decoded, *(sum(piece) for piece in pieces)]
+    cache = of.cache(lengths)
+    table, keys, values = fill(*cache, lengths, rng)
+    visible = torch.tensor(decoded, dtype=torch.int32, device="cuda")
+    rows = Rows(2, table[:2], visible, max(decoded))
+    batch = batch_of(pieces, table[2:], of.block_size, before=2)
+    tokens = 2 + sum(count for count, _ in pieces)
+    q, where = of.queries(tokens, rng), torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    k, v = (
+        torch.cat(
+            [
+                *(one[-1:] for one in x[:2]),
+                *(one[-count:] for one, (count, _) in zip(x[2:], pieces, strict=True)),
+            ]
+        )
+        for x in (keys, values)
+    )
+    inputs = AttentionInputs(where, where, where, rows, tuple(batch.runs))
+    layer = replace(of.layer, lse=True)
+    apart = attend_step(q, k, v, cache, inputs, layer)
+    together = attend_step(q, k, v, cache, replace(inputs, batches=(batch,)), layer)
+    assert apart.lse is not None
+    assert together.lse is not None
+    within = 3 * TOLERANCE[dtype]
+    torch.testing.assert_close(together.out, apart.out, rtol=0, atol=within * float(apart.out.abs().max()))
+    torch.testing.assert_close(together.lse, apart.lse, rtol=1e-4, atol=1e-4)
+    assert launches(lambda: attend_step(q, k, v, cache, replace(inputs, batches=(batch,)), layer)) <= 8
+
+
+def launches(work: Callable[[], object]) -> int:
+    """Kernels that are launched."""
+    on_device = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=on_device, acc_events=True) as noted:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.count for event in noted.key_averages())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

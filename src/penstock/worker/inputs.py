@@ -27,12 +27,13 @@ from penstock.ops.attention.inputs import (
     QueryRun,
     RowGroup,
     Rows,
+    RunBatch,
     Scratch,
 )
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share, ShareKind
 from penstock.worker.tables import BlockTables
-from penstock.worker.tiling import Stretch, Table, stretches
+from penstock.worker.tiling import Stretch, Table, batches, stretches
 from penstock.worker.trees import run_tree
 
 Ints = NDArray[np.int64]
@@ -84,7 +85,7 @@ class InputBuilder:
         self._angles = RotaryAngles(spec.rope, device)
         self._dynamic = spec.rope.kind is RopeKind.DYNAMIC
         self._windows = tuple(dict.fromkeys(spec.windows))
-        self._has_state = spec.has_state
+        self._has_state, self._reads_pages = spec.has_state, reads_pages(device)
         self._is_head = isinstance(spec.stack[0].mixer, HeadAttention)
         self.tables = tables
         self._table, self._cold = tables.pages, tables.cold
@@ -158,8 +159,9 @@ class InputBuilder:
             offsets=self._send(offsets),
             slots=self._send(slots),
             rows=self._rows(singles),
-            runs=self._runs(shares, first),
+            runs=(runs := self._runs(shares, first)),
             cold=cold,
+            batches=tuple(self._batches(runs, shares[len(singles) :])) if self._reads_pages else (),
         )
         tokens = np.fromiter(
             chain.from_iterable(share.tokens for share in shares), dtype=np.int64, count=total
@@ -346,7 +348,7 @@ class InputBuilder:
 
         cold: which of them also attend to tiles; None for none.
         """
-        groups = () if reads_pages(self._device) else LaterGroups(partial(self._groups, lengths, table, cold))
+        groups = () if self._reads_pages else LaterGroups(partial(self._groups, lengths, table, cold))
         return Rows(len(table), self._send(table), self._send(lengths), longest, groups, scratch=self.scratch)
 
     def _groups(
@@ -413,6 +415,12 @@ class InputBuilder:
                     )
                 )
         return tuple(runs)
+
+    def _batches(self, runs: Sequence[QueryRun], shares: Sequence[Share]) -> Iterator[RunBatch]:
+        for index in batches(runs):
+            some, width = runs[index.start : index.stop], max(len(runs[at].blocks) for at in index)
+            table = self._table[[shares[at].row for at in index], :width]
+            yield RunBatch(some, index, self._send(table), self._send)
 
 
 def _positions(places: Ints, shares: Sequence[Share], first: Ints) -> Ints:

@@ -1,4 +1,5 @@
-"""Cuts the KV of a step's long requests into tiles. Requests that share blocks share tiles."""
+"""Cuts the KV of a step's long requests into tiles, and its runs into batches. Requests that share blocks
+share tiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.ops.attention.inputs import QueryRun
+
+_LONG_RUN = 1024
+"""Tokens from which a run keeps a device busy by itself."""
 Table = NDArray[np.int32]
 """A request's host blocks, in order."""
 
@@ -49,4 +54,17 @@ def stretches(tables: Sequence[Table], most: int) -> list[Stretch]:
                     blocks = blocks[: apart[0]]
             found.append(Stretch(first, blocks, tuple(group)))
             open_groups.append((first + len(blocks), tuple(group)))
+    return found
+
+
+def batches(runs: Sequence[QueryRun]) -> list[range]:
+    """Return which runs may be attended to together: short ones in pages, two or more one behind the
+    other."""
+    found, begin = [], 0
+    for end in range(len(runs) + 1):
+        if end < len(runs) and runs[end].paged and runs[end].tree is None and runs[end].count < _LONG_RUN:
+            continue
+        if end - begin > 1:
+            found.append(range(begin, end))
+        begin = end + 1
     return found

@@ -3,7 +3,7 @@
 Each needs a pool of one block, and leaves nothing behind.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.ops.attention.gathered import PAST_TILE
@@ -34,12 +34,16 @@ def small_steps(sizes: StepSizes) -> Iterator[Plan]:
 
 
 def kernel_steps(sizes: StepSizes) -> Iterator[Plan]:
-    """Yield a decode step, and a run behind a past, for every class with kernels of its own."""
+    """Yield a decode step, and a run behind a past, for every class with kernels of its own; and two runs,
+    which are attended to together."""
     for rows in _ROWS:
         if rows <= sizes.max_sequences:
             yield _mixed_step(sizes, rows, 0)
     for tokens in _RUNS:
         yield _mixed_step(sizes, 0, tokens)
+    if min(sizes.max_sequences, sizes.max_step_tokens // 2, sizes.max_length - 1) > 1:
+        shares = [replace(_warm_share(row, 1, 2, sizes.block_size), kind=ShareKind.CHUNK) for row in range(2)]
+        yield _step_of(shares)
 
 
 def long_steps(sizes: StepSizes) -> Iterator[Plan]:
@@ -63,8 +67,7 @@ def _long_rows(sizes: StepSizes, rows: int, long: Collection[int]) -> Iterator[P
     if rows > sizes.max_sequences:
         return
     shares = [_warm_share(row, size, 1, size) for row in range(rows)]
-    shares = [_beyond(share, size, size) if share.row in long else share for share in shares]
-    yield Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
+    yield _step_of([_beyond(share, size, size) if share.row in long else share for share in shares])
 
 
 def _beyond(share: Share, size: int, stop: int) -> Share:
@@ -82,6 +85,10 @@ def _mixed_step(sizes: StepSizes, rows: int, tokens: int) -> Plan:
     if tokens:
         count = min(tokens, sizes.max_step_tokens - singles, longest)
         shares.append(_warm_share(singles, min(PAST_TILE, longest - count), count, size))
+    return _step_of(shares)
+
+
+def _step_of(shares: Sequence[Share]) -> Plan:
     return Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
 
 
@@ -114,8 +121,7 @@ def largest_step(sizes: StepSizes, *, past: int, cold: bool = False) -> Plan:
             run, start=begin, cold_start=begin, cold_stop=stop, near=stop, new_cold=(HostBlockId(0),) * blocks
         )
     shares += [*whole, run]
-    admissions = tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares)
-    return Plan(admissions, tuple(shares))
+    return _step_of(shares)
 
 
 def draft_step(sizes: StepSizes) -> Plan:
@@ -131,7 +137,7 @@ def draft_step(sizes: StepSizes) -> Plan:
         replace(_warm_share(singles + row, 0, count, sizes.block_size), kind=ShareKind.VERIFY)
         for row in range(drafts)
     ]
-    return Plan(tuple(Admission(share.row, SORTED, share.tokens, ()) for share in shares), tuple(shares))
+    return _step_of(shares)
 
 
 def tree_step(sizes: StepSizes) -> Plan:

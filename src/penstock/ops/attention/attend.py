@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.ops.attention.dense import Part, attend_itself, fold, fold_past
+from penstock.ops.attention.dense import Part, attend_fresh, attend_itself, fold, fold_past
 from penstock.ops.attention.gathered import Cache, attend_rows, attend_window, past_in_pages
 from penstock.ops.attention.inputs import (
     AttentionInputs,
@@ -34,6 +34,7 @@ from penstock.ops.attention.inputs import (
     PlacedRun,
     QueryRun,
     Rows,
+    RunBatch,
     Tiles,
 )
 from penstock.ops.attention.tree import attend_tree, fold_before
@@ -140,7 +141,11 @@ def _attend_mixed(
     if inputs.rows:
         more = any(tile.rows for tile in passing) or bool(cold and cold.choosing_rows)
         rows = _attend_rows(q, cache, inputs.rows, layer, result, more=more)
+    together = [batch for batch in inputs.batches if _attend_batch(q, k, v, cache, batch, layer, result)]
+    over = {index for batch in together for index in batch.index}
     for index, run in enumerate(inputs.runs):
+        if index in over:
+            continue
         queries = run.queries
         own = q[queries], k[queries], v[queries]
         if run.paged:
@@ -197,6 +202,26 @@ def _attend_rows(
     if kernels is None:
         _with_sinks((out, lse), layer)
     return (out, lse) if more and lse is not None else None
+
+
+def _attend_batch(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, batch: RunBatch, layer: LayerAttention, result: Attended
+) -> bool:
+    """Attend with runs together, into the result. Return False where no kernel suits them."""
+    kernels, queries = _kernels(q), batch.queries
+    if kernels is None:
+        return False
+    own = q[queries], k[queries], v[queries]
+    whole = batch.fresh and (layer.window is None or batch.longest <= layer.window)
+    if whole and (part := attend_fresh(*own, batch.ends, batch.longest, layer)) is not None:
+        _put(result, queries, _with_sinks(part, layer))
+        return True
+    group, head_bytes = q.shape[1] // k.shape[1], q.shape[2] * q.element_size()
+    if not all(suits_run(run.count, run.start + run.count, group, head_bytes) for run in batch.runs):
+        return False
+    lse = None if result.lse is None else result.lse[queries]
+    kernels.paged_runs(own[0], cache, batch, layer, out=result.out[queries], lse=lse)
+    return True
 
 
 def _attend_paged(

@@ -59,7 +59,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, *, causal: boo
     if not q.is_cuda:
         out, lse = _on_cpu(*(x.transpose(0, 1)[None] for x in (q, k, v)), scale=scale, causal=causal)
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
-    if q.dtype == torch.float32 or q.shape[2] % 8 or q.shape[2] > 256 or v.shape[2] != q.shape[2]:
+    if not _suits_flash(q, v):
         return dense_reference(q, k, v, layer, causal=causal)
     if q.shape[0] in _CUDNN_QUERIES and k.shape[0] in (q.shape[0], *_CUDNN_KEYS) and q.shape[2] in (64, 128):
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -67,9 +67,36 @@ def dense(q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, *, causal: boo
             *batched, None, True, is_causal=causal, scale=scale
         )
         return out[0].transpose(0, 1), lse.view(q.shape[1], -1).transpose(0, 1)
-    ends = (_ends(x.shape[0], x.device) for x in (q, k))
+    ends = _ends(q.shape[0], q.device), _ends(k.shape[0], k.device)
+    return _flash(q, k, v, ends, (q.shape[0], k.shape[0]), scale, causal=causal)
+
+
+def attend_fresh(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, layer: LayerAttention
+) -> Part | None:
+    """Attend causally from each of several runs to itself, in one launch. Return None where none suits.
+
+    Shapes are those of `dense`, of all runs one behind the other.
+
+    ends: where each run ends, behind a zero, int32 `[runs + 1]`.
+    longest: tokens of the longest run.
+    """
+    if not q.is_cuda or layer.cap is not None or not _suits_flash(q, v):
+        return None
+    return _flash(q, k, v, (ends, ends), (longest, longest), layer.scale, causal=True)
+
+
+def _suits_flash(q: Tensor, v: Tensor) -> bool:
+    wide = q.shape[2]
+    return q.dtype != torch.float32 and wide % 8 == 0 and wide <= 256 and v.shape[2] == wide
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float, *,
+    causal: bool,
+) -> Part:  # fmt: skip
     flash = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = flash(q, k, v, *ends, q.shape[0], k.shape[0], 0.0, causal, False, scale=scale)
+    out, lse, *_ = flash(q, k, v, *ends, *longest, 0.0, causal, False, scale=scale)
     return out, lse.transpose(0, 1)
 
 

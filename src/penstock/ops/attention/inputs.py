@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -175,6 +177,71 @@ class QueryRun:
         return slice(self.first, self.first + self.count)
 
 
+class RunBatch:
+    """A RunBatch holds short runs in pages, one behind the other, which a kernel attends to together.
+
+    Launched one by one, many short prompts take the host longer than the device.
+
+    runs: of them none is a tree.
+    index: which of the step's runs they are.
+    fresh: whether all of them begin their sequences.
+    longest: tokens of the longest.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[QueryRun],
+        index: range,
+        table: Tensor,
+        send: Callable[[NDArray[np.int32]], Tensor],
+    ) -> None:
+        """Take the runs, and a block table of them, int32 `[runs, blocks]`.
+
+        send: has numbers come to the device.
+        """
+        self.runs, self.index, self.table, self._send = runs, index, table, send
+        self.fresh = not any(run.start for run in runs)
+        self.longest = max(run.count for run in runs)
+        self._pieces: dict[int, Tensor] = {}
+
+    @property
+    def queries(self) -> slice:
+        """Return which of the step's queries theirs are."""
+        last = self.runs[-1]
+        return slice(self.runs[0].first, last.first + last.count)
+
+    @property
+    def stop(self) -> int:
+        """Return a bound of the positions at which they end."""
+        return max(run.start + run.count for run in self.runs)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Return where each ends among the queries, behind a zero, int32 `[runs + 1]`."""
+        counts = [run.count for run in self.runs]
+        return self._send(np.cumsum([0, *counts]).astype(np.int32))
+
+    def pieces(self, tokens: int) -> Tensor:
+        """Return the runs in pieces of so many tokens, of which the last of each may have fewer.
+
+        int32 `[4, pieces]`: the position behind a piece, its tokens, its first query among theirs, and its
+        row of the table.
+        """
+        if tokens not in self._pieces:
+            self._pieces[tokens] = self._send(_pieces(self.runs, tokens))
+        return self._pieces[tokens]
+
+
+def _pieces(runs: Sequence[QueryRun], tokens: int) -> NDArray[np.int32]:
+    found = [
+        (run.start + end, end - begin, run.first - runs[0].first + begin, row)
+        for row, run in enumerate(runs)
+        for begin in range(0, run.count, tokens)
+        for end in (min(begin + tokens, run.count),)
+    ]
+    return np.array(found, dtype=np.int32).T.copy()
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedRun:
     """A PlacedRun is a run in pages that is all of its step; its place is read on the device.
@@ -270,6 +337,7 @@ class AttentionInputs:
     runs: chunks of sequences.
     cold: KV outside the pages, if the step reads any.
     placed: one run instead of rows and runs.
+    batches: those of the runs that may be attended to together.
     """
 
     blocks: Tensor
@@ -279,3 +347,4 @@ class AttentionInputs:
     runs: tuple[QueryRun, ...]
     cold: ColdInputs | None = None
     placed: PlacedRun | None = None
+    batches: tuple[RunBatch, ...] = ()

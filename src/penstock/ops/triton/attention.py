@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows, RunTree
+from penstock.ops.attention.inputs import LayerAttention, PlacedRun, QueryRun, Rows, RunBatch, RunTree
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.runs import run_tokens
-from penstock.ops.triton.decode import decode, join
+from penstock.ops.triton.decode import decode
+from penstock.ops.triton.joins import join
 from penstock.ops.triton.scores import score_factor
 from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
 
@@ -23,6 +24,8 @@ _FEW = 4
 
 It does so also where launches may not be early, lest bits depend on that.
 """
+_MANY = 257
+"""Pieces of several runs are no fewer for `_batch_class`, so that one kernel is compiled for them."""
 _ALONE = 3
 """Programs of each multiprocessor that decode so few sequences, at least."""
 
@@ -126,6 +129,20 @@ def placed_run(
     return _attended(q, cache, cut, layer, _run_tuning(q, cache), out, lse)
 
 
+def paged_runs(
+    q: Tensor, cache: tuple[Tensor, Tensor], batch: RunBatch, layer: LayerAttention, *,
+    out: Tensor | None = None, lse: Tensor | None = None, tuning: DecodeTuning | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend with several runs, q `[tokens, heads, dim]` of all of them, each as `paged_run` does with one.
+
+    The other arguments, and the answer, are those of `paged_decode`.
+    """
+    together = run_tokens(q.shape[1] // cache[0].shape[2], q.shape[2] * q.element_size())
+    pieces = batch.pieces(together)
+    cut = _Cut(batch.table, pieces.shape[1], together, batch.stop, pieces, several=True)
+    return _attended(q, cache, cut, layer, tuning or _run_tuning(q, cache), out, lse)
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """_Cut says what is attended to as sequences of their own.
@@ -137,6 +154,7 @@ class _Cut:
     lengths: their lengths; or the place of the run, if `start` is -1; or None, if `start` is its place.
     arrivals: counters, for a join in the same launch.
     tree: what the queries of a run see, if they are a tree.
+    several: whether these are pieces of several runs, as RunBatch has them, which are then `lengths`.
     """
 
     table: Tensor
@@ -147,6 +165,7 @@ class _Cut:
     start: int = 0
     arrivals: Tensor | None = None
     tree: RunTree | None = None
+    several: bool = False
 
 
 def _run_tuning(q: Tensor, cache: tuple[Tensor, Tensor]) -> DecodeTuning:
@@ -183,7 +202,7 @@ def _attended(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if queries == 0:
         return out
-    early = uses_pdl()
+    early = uses_pdl() and not cut.several  # Pieces come from the host among the step's launches.
     window, tree = layer.window, cut.tree
     seen = cut.longest if window is None else min(cut.longest, window + cut.tokens - 1 + tuning.tile)
     wanted = multiprocessors(q.device) * tuning.workers_per_sm
@@ -194,7 +213,7 @@ def _attended(
     ends = torch.empty(cut.count + 1 if arrivals is None else 0, dtype=torch.int32, device=q.device)
     join_rows = triton.next_power_of_2(group)
     overlap = (tuning.overlap or early) and arrivals is None
-    run = 1 if cut.lengths is None else 2 if cut.start < 0 else 0
+    run = 3 if cut.several else 1 if cut.lengths is None else 2 if cut.start < 0 else 0
     decode[(kv_heads, workers)](
         q,
         k_cache,
@@ -233,7 +252,7 @@ def _attended(
         COLS=cols,
         BLOCK=block_size,
         TILE=tuning.tile,
-        BATCH=_batch_class(cut.count),
+        BATCH=_batch_class(max(cut.count, _MANY) if cut.several else cut.count),
         WINDOWED=window is not None,
         DEPTH=tuning.depth,
         WIDEN=q.device.type == "cpu",

@@ -1,4 +1,4 @@
-"""Attends over pages by split-K: the kernel `decode` attends, `join` merges partial results.
+"""Attends over pages by split-K: the kernel `decode` attends, `joins.join` merges partial results.
 
 The visible keys of all sequences are cut into tiles. The tiles of the whole batch are laid in one row, and
 that row is cut into equal runs, one for each worker and KV head. So one sequence of a million tokens and a
@@ -20,13 +20,14 @@ read, and everything written, behind `gdc_wait`.
 
 A chunk of one sequence is divided the same way. Every few of its tokens are a sequence that ends with the
 last of them. Their query heads stand where one token's do, and each sees the keys up to its own position. All
-share one row of the table.
+share one row of the table. Pieces of several chunks are sequences too, and each names its row.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.ops.triton.joins import joined
 from penstock.ops.triton.scores import LN_2, scaled, with_sinks
 
 
@@ -60,57 +61,6 @@ def _divided(spans, total, workers, LEAST: tl.constexpr):  # type: ignore[no-unt
     even = piece * tl.maximum((pieces + workers - 1) // workers, 1)
     aligned = (even <= run + 2 + run // 16) & (even <= 2 * piece)
     return tl.where(aligned, even, run), tl.where(aligned, piece, 1)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _joined(  # type: ignore[no-untyped-def]
-    part_out,
-    part_lse,
-    first,
-    last,
-    opens,
-    heads,
-    head_in,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLIND: tl.constexpr = False,
-):
-    """Merge a sequence's partials of workers [first, last], of ROWS heads, PARTS at a time.
-
-    Returns their output and log-sum-exp.
-
-    opens: 1 if the sequence begins inside the first worker's run.
-    STAGES: one more than the loads in flight.
-    BLIND: whether there may be partials without keys, with a log-sum-exp of -inf.
-    """
-    cols = tl.arange(0, COLS)
-    inside = head_in[None, :, None] & (cols < DIM)[None, None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, COLS], tl.float32)
-    for start in tl.range(first, last + 1, PARTS, num_stages=STAGES):
-        worker = start + tl.arange(0, PARTS)
-        there = worker <= last
-        slot = tl.where(worker == first, opens, 0)
-        part = ((worker * 2 + slot) * HEADS)[:, None] + heads[None, :]
-        level = tl.load(
-            part_lse + part, mask=there[:, None] & head_in[None, :], other=float("-inf"), cache_modifier=".cg"
-        )
-        level = tl.where(head_in[None, :], level, 0.0)
-        at = part_out + part[:, :, None] * COLS + cols[None, None, :]
-        piece = tl.load(at, mask=there[:, None, None] & inside, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(level, 0))
-        floor = tl.where(higher == float("-inf"), 0.0, higher) if BLIND else higher
-        share = tl.where(there[:, None], tl.exp(level - floor[None, :]), 0.0)
-        fade = tl.where(top == float("-inf"), 0.0, tl.exp(top - floor))
-        weight = weight * fade + tl.sum(share, 0)
-        acc = acc * fade[:, None] + tl.sum(share[:, :, None] * piece, 0)
-        top = higher
-    return acc / weight[:, None], top + tl.log(weight)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -176,7 +126,8 @@ def decode(  # type: ignore[no-untyped-def]
     Neighbours read neighbouring bytes of the same blocks.
 
     RUN: the sequences are one, cut at every TOKENS of its last `queries` tokens, which begin at `begins`; no
-        lengths are read then. If it is 2, both numbers are read where lengths would be.
+        lengths are read then. If it is 2, both numbers are read where lengths would be. If it is 3, the
+        sequences are pieces of several, and `lengths` are `[4, batch]`, as RunBatch.pieces has them.
     TREE: whether the tokens of a run are a tree, whose keys begin at `root`. Each sees the keys before, and
         of those from there on the ones of its `bits`. `limits` have the position behind each, from which
         windows count.
@@ -202,8 +153,11 @@ def decode(  # type: ignore[no-untyped-def]
     if RUN:
         if RUN == 2:
             begins, queries = tl.load(lengths), tl.load(lengths + 1)
-        spans = _tiles(begins + tl.minimum((seqs + 1) * TOKENS, queries), reach, TILE, WINDOWED)
-        spans = tl.where((seqs < batch) & (seqs * TOKENS < queries), spans, 0)
+        if RUN == 3:
+            spans = _tiles(tl.load(lengths + seqs, mask=seqs < batch, other=0), reach, TILE, WINDOWED)
+        else:
+            spans = _tiles(begins + tl.minimum((seqs + 1) * TOKENS, queries), reach, TILE, WINDOWED)
+            spans = tl.where((seqs < batch) & (seqs * TOKENS < queries), spans, 0)
     else:
         spans = _tiles(
             tl.maximum(tl.load(lengths + seqs, mask=seqs < batch, other=0), 0), window, TILE, WINDOWED
@@ -238,21 +192,26 @@ def decode(  # type: ignore[no-untyped-def]
         v_base = v_cache + kv_head * s_kv_head
         inner = keys[:, None] * s_token + cols[None, :]
         for _ in tl.range(0, count, num_stages=1):
+            first_seq = seq.to(tl.int64) * TOKENS  # Its first query's place among all.
+            row = table + seq.to(tl.int64) * s_table
             if RUN:
-                length = begins + tl.minimum((seq + 1) * TOKENS, queries)
-                own = tl.minimum(TOKENS, queries - seq * TOKENS)
+                if RUN == 3:
+                    length, own = tl.load(lengths + seq), tl.load(lengths + batch + seq)
+                    first_seq = tl.load(lengths + 2 * batch + seq).to(tl.int64)
+                    row = table + tl.load(lengths + 3 * batch + seq).to(tl.int64) * s_table
+                else:
+                    length = begins + tl.minimum((seq + 1) * TOKENS, queries)
+                    own = tl.minimum(TOKENS, queries - seq * TOKENS)
                 row_in = rows < GROUP * own
                 limit = length - own + 1 + token
             else:
                 length = tl.maximum(tl.load(lengths + seq), 0)
-            first_seq = seq.to(tl.int64) * TOKENS  # Its first query's place among all.
             span = _tiles(length, reach, TILE, WINDOWED)
             end = begin + (span + piece - 1) // piece * piece
             upto = tl.minimum(begin + span, stop)
             if upto > at:  # an empty sequence between two others has no tiles
                 oldest = tl.maximum(length - window, 0) if WINDOWED else 0
                 shift = _first_tile(length, reach, TILE, WINDOWED) - begin
-                row = table + seq.to(tl.int64) * s_table
                 query = tl.load(
                     q + first_seq * s_q + (heads * s_q_head + token * s_q)[:, None] + cols[None, :],
                     mask=row_in[:, None] & col_in[None, :],
@@ -344,7 +303,7 @@ def decode(  # type: ignore[no-untyped-def]
                             few = tl.arange(0, JOIN_ROWS)
                             some = kv_head * GROUP + few
                             opens = (begin > first * run).to(tl.int32)
-                            whole, peak = _joined(
+                            whole, peak = joined(
                                 part_out,
                                 part_lse,
                                 first,
@@ -374,77 +333,3 @@ def decode(  # type: ignore[no-untyped-def]
             at = tl.minimum(end, stop)
             begin = end
             seq += 1
-
-
-@triton.jit(do_not_specialize=["batch", "queries"])  # type: ignore[untyped-decorator]
-def join(  # type: ignore[no-untyped-def]
-    out,
-    lse,
-    part_out,
-    part_lse,
-    ends,
-    lengths,
-    sinks,
-    batch,
-    s_out,
-    s_out_head,
-    queries,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    RUN: tl.constexpr,
-    DIM: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WAITS: tl.constexpr,
-    LSE: tl.constexpr,
-    SINKS: tl.constexpr,
-) -> None:
-    """Join the partials of one sequence for ROWS heads; an empty sequence gets its empty answer.
-
-    Grid [heads / ROWS, batch]. Where sequences end with several tokens there are so many times the heads, one
-    token's behind another's.
-    """
-    heads = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    seq = tl.program_id(1)
-    cols = tl.arange(0, COLS)
-    if WAITS:
-        gdc_launch_dependents()
-        gdc_wait()
-    if RUN == 2:
-        queries = tl.load(lengths + 1)
-    begin = tl.load(ends + seq - 1, mask=seq > 0, other=0)
-    end = tl.load(ends + seq)
-    run = tl.load(ends + batch)
-    first = begin // run
-    last = (end - 1) // run
-    if (end == begin) | (first < last):
-        token = heads // HEADS
-        head_in = (heads < HEADS * TOKENS) & (seq * TOKENS + token < queries)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        acc = tl.zeros([ROWS, COLS], tl.float32)
-        if end > begin:
-            opens = (begin > first * run).to(tl.int32)
-            wide: tl.constexpr = HEADS * TOKENS
-            acc, top = _joined(
-                part_out,
-                part_lse,
-                first,
-                last,
-                opens,
-                heads,
-                head_in,
-                wide,
-                DIM,
-                COLS,
-                ROWS,
-                PARTS,
-                1,
-                TOKENS > 1,
-            )
-        query = seq.to(tl.int64) * TOKENS + token
-        acc = with_sinks(acc, top, sinks, heads - token * HEADS, head_in, SINKS)
-        where = out + (query * s_out + (heads - token * HEADS) * s_out_head)[:, None] + cols[None, :]
-        tl.store(where, acc.to(out.dtype.element_ty), mask=head_in[:, None] & (cols < DIM)[None, :])
-        if LSE:
-            tl.store(lse + query * HEADS + heads - token * HEADS, top, mask=head_in)
