@@ -88,5 +88,5 @@ def taped() -> Iterator[None]:
         for name in ("torch.cuda.synchronize", "torch.cuda.graph_pool_handle"):
             patches.enter_context(patch(name))
         patches.enter_context(patch("torch.cuda.memory_reserved", lambda _: 0))
-        patches.enter_context(patch.object(graphs, "_idle_stream", lambda _: Mock()))
+        patches.enter_context(patch.object(graphs, "idle_stream", lambda _: Mock()))
         yield

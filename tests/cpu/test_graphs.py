@@ -40,9 +40,10 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.residency import WeightLimits, padded
-from penstock.worker.graphs import DecodeGraphs, DecodeStep, _Program
+from penstock.worker.graphs import DecodeGraphs, DecodeStep
+from penstock.worker.recording import Program
 from penstock.worker.runner import Runner
-from penstock.worker.sizes import graph_blocker, row_counts, run_counts, shared_counts
+from penstock.worker.sizes import graph_blocker, mixed_counts, row_counts, run_counts, shared_counts
 from tapes import launched, taped
 from tiled import tiled_pool
 
@@ -97,6 +98,7 @@ class Played:
 
     seen: ClassVar[list[int]] = []
     runs: ClassVar[list[int]] = []
+    mixed: ClassVar[list[int]] = []
     adapted: ClassVar[list[int]] = []
     """Those of either kind in which rows have adapters."""
 
@@ -115,8 +117,14 @@ class Played:
         with patch.object(attend, "_kernels", lambda x: KERNELS):
             self._graphs._step.compute_run(self._count, self._graphs._weights, adapted=self._adapted)
 
+    def run_mixed(self) -> None:
+        self.mixed.append(self._count)
+        with patch.object(attend, "_kernels", lambda x: KERNELS):
+            self._graphs._step.compute_mixed(self._count, self._graphs._weights)
+
 
 def played(self: DecodeGraphs, **_: bool) -> None:
+    self._mixed = {count: Played(self, count).run_mixed for count in self._step.mixed}
     self._programs = {count: Played(self, count) for count in self.counts}  # type: ignore[misc]
     self._run_programs = {count: Played(self, count).run for count in self.runs}
     self._adapted = {count: Played(self, count, adapted=True) for count in self.counts}  # type: ignore[misc]
@@ -125,7 +133,7 @@ def played(self: DecodeGraphs, **_: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def _unrecorded() -> Iterator[None]:
-    Played.seen, Played.runs, Played.adapted = [], [], []
+    Played.seen, Played.runs, Played.mixed, Played.adapted = [], [], [], []
     with patch.object(DecodeGraphs, "record", played):
         yield
 
@@ -219,6 +227,62 @@ def test_what_recorded_runs_do_not_do() -> None:
         llm.clear_prefix_cache()
         llm.generate([prompt[:9], prompt[9:20]], GREEDY)
         assert not Played.runs, "two at a time"
+        assert Played.mixed == [32]
+
+
+@pytest.mark.parametrize(
+    ("name", "ahead"), [("llama", False), ("llama", True), ("qwen2_windows", True), ("qwen3", True)]
+)
+def test_prompts_beside_rows_and_each_other(name: str, ahead: bool) -> None:
+    """Whole ones and what is left of those that are known, of which the smallest size that holds all tokens
+    is played; what is longer, or draws nothing, is not."""
+    references = tiny.references(name)
+    sizes = list[tuple[int, int]]()
+    give = DecodeStep.give_mixed
+
+    def noted(self: DecodeStep, shares: Sequence[Share], count: int) -> None:
+        sizes.append((sum(len(share.tokens) for share in shares), count))
+        give(self, shares, count)
+
+    with (
+        patch.object(Runner, "ahead", ahead),
+        patch.object(DecodeStep, "give_mixed", noted),
+        opened(name, max_step_tokens=72) as llm,
+    ):
+        for _ in range(2):
+            row = llm.stream([5, 6, 7], SOME)
+            said = list(next(row).tokens)
+            for those in ([0, 1], [2], [1, 3], [0, 2, 4]):
+                found = llm.generate([references[at].prompt for at in those], FEW)
+                for at, one in zip(those, found, strict=True):
+                    assert list(one.tokens) == references[at].tokens[:4]
+            said += [token for delta in row for token in delta.tokens]
+            assert said == list(llm.generate([[5, 6, 7]], SOME)[0].tokens)
+            llm.clear_prefix_cache()
+    assert {count for _, count in sizes} == {32, 64}
+    assert all(count == min(size for size in (32, 64) if size >= used) for used, count in sizes)
+    assert Played.mixed == [count for _, count in sizes]
+
+
+def test_what_is_sampled_beside_rows_is_the_same() -> None:
+    """Behind the last token of each prompt, by its own settings."""
+    params = [
+        SamplingParams(temperature=0.9, seed=at, max_tokens=4, logprobs=1, repetition_penalty=1.1 + at / 5)
+        for at in range(4)
+    ]
+    asked = [one.prompt[:12] for one in tiny.references("llama")[:4]]
+    with LLM(tiny.checkpoint("llama"), **SETTINGS) as llm:
+        expected = [llm.generate([one], those)[0] for one, those in zip(asked, params, strict=True)]
+    with patch.object(Runner, "ahead", True), opened("llama", max_step_tokens=72) as llm:
+        row = llm.stream([5, 6, 7], SOME)
+        next(row)
+        found = llm.generate(asked, params)
+        assert len(list(row)) > 3
+    assert Played.mixed
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        for a, b in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert abs(a.logprob - b.logprob) < 1e-4
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -227,7 +291,7 @@ def test_prompts_that_read_what_their_own_step_writes(ahead: bool) -> None:
     way."""
     prompt = list(range(2, 14))
     asked = [prompt, [*prompt, 40], [*prompt, 41, 42, 43], [*prompt[:8], 50]]
-    settings = {"block_size": 4, "max_step_tokens": 24}
+    settings = {"block_size": 4, "max_step_tokens": 40}
     with LLM(tiny.checkpoint("llama"), **(SETTINGS | settings | {"prefix_cache": False})) as llm:
         alone = [llm.generate([one], SOME)[0].tokens for one in [*asked, [60, 61]]]
     for those in ([0, 1], [0, 2], [0, 1, 2], [0, 3], [2, 3], [1, 2]):
@@ -237,6 +301,8 @@ def test_prompts_that_read_what_their_own_step_writes(ahead: bool) -> None:
             found = llm.generate([asked[at] for at in those], SOME)
             assert [one.tokens for one in found] == [alone[at] for at in those], those
             assert [*said, *(token for delta in row for token in delta.tokens)] == list(alone[-1])
+        assert Played.mixed
+        Played.mixed.clear()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -313,7 +379,7 @@ def test_rows_of_state_are_the_rows_of_the_step(ahead: bool, tmp_path: Path) -> 
 
 
 def test_nothing_is_written_for_padding() -> None:
-    with opened("llama") as llm, torch.inference_mode():
+    with opened("llama", max_step_tokens=40) as llm, torch.inference_mode():
         runner = llm.booted.engine._ranks
         assert isinstance(runner, Runner)
         assert runner.target.graphs is not None
@@ -325,6 +391,8 @@ def test_nothing_is_written_for_padding() -> None:
         Played(runner.target.graphs, 7).replay()
         step.give_run(None, 16)
         Played(runner.target.graphs, 16).run()
+        step.give_mixed((), 32)
+        Played(runner.target.graphs, 32).run_mixed()
         assert torch.equal(before, runner.target.pool.bytes)
         assert not step._table[:-1].any()
         assert torch.equal(newest[:-1], step._newest[:-1])
@@ -365,6 +433,21 @@ def test_row_counts(most: int) -> None:
 def test_run_counts(most: int, counts: tuple[int, ...]) -> None:
     assert run_counts(spec_of("llama"), most) == counts
     assert run_counts(spec_of("mixtral"), most) == ()
+
+
+@pytest.mark.parametrize(
+    ("most", "blocks", "counts"),
+    [
+        (31, 9, ()),
+        (100, 9, (64, 32)),
+        (8192, 9, (1024, 768, 512, 384, 256, 192, 128, 64, 32)),
+        (8192, 1 << 16, (384, 256, 192, 128, 64, 32)),
+    ],
+)
+def test_mixed_counts(most: int, blocks: int, counts: tuple[int, ...]) -> None:
+    """As far as activations and block tables have room."""
+    assert mixed_counts(spec_of("llama"), "float32", most, blocks) == counts
+    assert mixed_counts(spec_of("mixtral"), "float32", most, blocks) == ()
 
 
 def test_what_cannot_be_recorded_says_why() -> None:
@@ -446,7 +529,7 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
     gc.disable()
     try:
         with patch("torch.cuda.CUDAGraph", Graph):
-            program = _Program(None, weights)  # type: ignore[arg-type]
+            program = Program(None, weights)  # type: ignore[arg-type]
             weights.views = program._standing.views  # type: ignore[attr-defined]
             for layer in range(2):
                 for kind in (GroupKind.ATTENTION, GroupKind.FFN):
@@ -479,11 +562,13 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
 
 def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:
     program = Mock()
-    with opened("llama") as llm:
+    with opened("llama", max_step_tokens=40) as llm:
         graphs = llm.booted.engine._ranks.target.graphs  # type: ignore[attr-defined]
         graphs._every.append(program)
         assert graphs._programs
         assert graphs._run_programs
+        assert graphs._mixed
+    assert not graphs._mixed
     assert not graphs._programs
     assert not graphs._run_programs
     program.close.assert_called_once()
@@ -492,7 +577,8 @@ def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:
 RECORD = DecodeGraphs.record
 """What the other tests replace."""
 LAUNCHED = SimpleNamespace(**{name: launched(kernel) for name, kernel in vars(KERNELS).items()})
-STEPS = {name: getattr(DecodeStep, name) for name in ("compute", "compute_run")}
+MIXED = 1000
+STEPS = {name: getattr(DecodeStep, name) for name in ("compute", "compute_run", "compute_mixed")}
 
 
 @contextmanager
@@ -525,8 +611,8 @@ def graphs_of(llm: LLM) -> DecodeGraphs:
 
 @contextmanager
 def watched(llm: LLM) -> Iterator[list[tuple[int, int]]]:
-    """Of each step that is replayed meanwhile: its rows, or its run's tokens as a negative number, and those
-    it was recorded for."""
+    """Of each step that is replayed meanwhile: its rows, or its run's tokens as a negative number, or MIXED
+    and its tokens, and those it was recorded for."""
     graphs, run = graphs_of(llm), DecodeGraphs.run
     found: list[tuple[int, int]] = []
     played = list[int]()
@@ -535,9 +621,13 @@ def watched(llm: LLM) -> Iterator[list[tuple[int, int]]]:
     for count, replay in graphs._run_programs.items():
         graphs._run_programs[count] = lambda count=count, replay=replay: (played.append(-count), replay())  # type: ignore[misc]
 
+    for count, replay in graphs._mixed.items():
+        graphs._mixed[count] = lambda count=count, replay=replay: (played.append(MIXED + count), replay())  # type: ignore[misc]
+
     def noted(self: DecodeGraphs, plan: Plan) -> tuple[Tensor, Tensor]:
         result = run(self, plan)
-        found.append((-plan.tokens if plan.runs else len(plan.shares), played.pop()))
+        used = MIXED + plan.tokens if len(plan.shares) > 1 else -plan.tokens
+        found.append((used if plan.runs else len(plan.shares), played.pop()))
         assert not played, "one step was replayed twice"
         return result
 
@@ -575,20 +665,23 @@ def test_a_recording_of_the_size_next_above_is_replayed(name: str) -> None:
         recorded(name, max_step_tokens=40) as llm,
         watched(llm) as found,
     ):
-        counts, runs = graphs_of(llm).counts, graphs_of(llm).runs
+        counts, runs, mixed = graphs_of(llm).counts, graphs_of(llm).runs, graphs_of(llm)._step.mixed
         completions = llm.generate([one.prompt for one in references], params)
         for at, (one, reference) in enumerate(zip(completions, references, strict=True)):
             assert list(one.tokens) == reference.tokens[: 3 * (at + 1)]
         for reference in references[:3]:
             llm.clear_prefix_cache()
             assert list(llm.generate([reference.prompt], FEW)[0].tokens) == reference.tokens[:4]
-    assert {used for used, _ in found if used > 0} == set(range(1, 8))
+    assert {used for used, _ in found if 0 < used < MIXED} == set(range(1, 8))
     assert any(used < 0 for used, _ in found)
+    assert any(used > MIXED for used, _ in found)
     for used, size in found:
         least = (
             min(count for count in counts if count >= used)
-            if used > 0
+            if 0 < used < MIXED
             else -min(count for count in runs if count >= -used)
+            if used < 0
+            else MIXED + min(count for count in mixed if MIXED + count >= used)
         )
         assert size == least
 
@@ -702,8 +795,23 @@ HOST = (HostBlockId(3),)
         ([RUN], True),
         ([replace(RUN, tokens=(1,) * 16)], True),
         ([replace(RUN, tokens=(1,) * 17)], False),
-        ([ROW, RUN], False),
-        ([RUN, RUN], False),
+        ([ROW, RUN], True),
+        ([RUN, RUN], True),
+        ([ROW, *[RUN] * 10], True),
+        ([ROW, *[RUN] * 11], False),
+        ([ROW, replace(RUN, sample=False)], False),
+        ([ROW, replace(RUN, pooled=True)], False),
+        ([ROW, replace(RUN, next_prompt_tokens=(4,))], False),
+        ([ROW, replace(RUN, near=4)], False),
+        ([replace(ROW, cold_start=4), RUN], False),
+        ([ROW, replace(RUN, cold_stop=8)], False),
+        ([ROW, replace(RUN, new_cold=HOST)], False),
+        ([ROW, RUN, VERIFY], False),
+        ([replace(ROW, new_blocks=(BlockId(1),)), replace(RUN, new_blocks=(BlockId(2), BlockId(3)))], True),
+        ([ROW, replace(RUN, start=1 << 14)], True),
+        ([ROW, replace(RUN, start=1 << 15)], False),
+        ([replace(RUN, start=1 << 14)] * 2, True),
+        ([replace(RUN, start=1 << 14)] * 3, False),
         ([replace(RUN, sample=False)], False),
         ([VERIFY], True),
         ([replace(VERIFY, new_blocks=(BlockId(1), BlockId(2)))], True),
@@ -726,6 +834,6 @@ HOST = (HostBlockId(3),)
 def test_which_steps_are_replayed(shares: Sequence[Share], fits: bool) -> None:
     """No others. KV beyond the pages, more than one new page or positions without a draw are nothing that a
     recorded step looks at."""
-    step = Mock(spec=spec_of("llama"), suits=lambda share: True)
+    step = Mock(spec=spec_of("llama"), suits=lambda share: True, mixed=(32,), adapters=None)
     step.spec = spec_of("llama")
     assert DecodeGraphs(step, Mock(), 7, 30).fits(Plan((), tuple(shares))) == fits

@@ -25,7 +25,7 @@ from penstock.ops.row_classes import MOST_TOKENS
 from penstock.weights.streaming.beside import LOSS
 from penstock.weights.streaming.residency import Placement, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates, lay_ring
-from penstock.worker.sizes import HEAD_ROWS, graph_bytes, row_counts, run_counts, shared_bytes
+from penstock.worker.sizes import HEAD_ROWS, graph_bytes, mixed_counts, row_counts, run_counts, shared_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 DENSE = {
@@ -322,7 +322,8 @@ def test_decode_steps_of_a_draft_model_have_a_row_for_each_sequence() -> None:
     assert draft.sizes.drafted == both.sizes.drafted > 0, "it computes trees, for which kernels are compiled"
     assert draft.beside < replace(draft, only_drafts=False).beside
     tokens = both.limits.max_step_tokens
-    assert draft.beside == graph_bytes(draft.spec, draft.dtype, 2, tokens)
+    blocks = -(-both.limits.max_length // both.sizes.block_size)
+    assert draft.beside == graph_bytes(draft.spec, draft.dtype, 2, tokens, blocks=blocks)
 
 
 def test_a_draft_model_rests_where_the_target_streams() -> None:
@@ -559,10 +560,8 @@ def test_steps_that_the_cpu_shares_are_counted_with_what_is_recorded(sequences: 
     again = len([count for count in row_counts(sequences) if count <= MOST_TOKENS])
     for use in ("auto", "on"):
         assert outline(use).beside - outline("off").beside == again * each == shared_bytes(sequences)
-        more, runs = (
-            outline(use, 2 * size).beside - outline("off", 2 * size).beside,
-            len(run_counts(outline(use).spec, 64)),
-        )
+        more, spec = outline(use, 2 * size).beside - outline("off", 2 * size).beside, outline(use).spec
+        runs = len(run_counts(spec, 64)) + len(mixed_counts(spec, outline(use).dtype, 64, 4))
         assert more == max(again - runs, 0) * each, "runs are recorded only where nothing streams"
         assert beside(outline(use)).beside == beside(outline("off")).beside
 

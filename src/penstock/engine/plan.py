@@ -171,7 +171,10 @@ class Outline(Generic[Far]):
         graphs, rows = 0, self.sizes.rows(self.spec)
         if self.recorded:
             shared = may_share(self)
-            graphs = graph_bytes(self.spec, self.dtype, rows, tokens, shared=shared, lora=self.lora)
+            blocks = -(-limits.max_length // self.sizes.block_size)
+            graphs = graph_bytes(
+                self.spec, self.dtype, rows, tokens, blocks=blocks, shared=shared, lora=self.lora
+            )
         of_draft = self.of_draft
         if self.head is not None:  # A CPU's heap holds the memory of a step twice.
             graphs += (1 if self.hardware.cuda else 2) * self.head.tapped * limits.max_step_tokens

@@ -1,5 +1,7 @@
 """Decides how a short run behind a long past is attended to in pages, and up to where that pays."""
 
+from collections.abc import Iterable
+
 _MOST_READ = 1 << 18
 """Largest number of keys that a run may read in all its pieces.
 
@@ -29,6 +31,13 @@ def suits_run(tokens: int, stop: int, group: int, head_bytes: int) -> bool:
     That reads more bytes than gathering the past first and merging later, in fewer launches.
     """
     return -(-tokens // run_tokens(group, head_bytes)) * stop <= _MOST_READ
+
+
+def suit_rows(runs: Iterable[tuple[int, int]]) -> bool:
+    """Tell whether runs of a step, of so many tokens which end there, should be attended to as rows: as
+    `suits_rows` says of each, and all of them together."""
+    read = [tokens * stop for tokens, stop in runs]
+    return max(read, default=0) <= _MOST_READ_BY_ROWS and sum(read) <= 2 * _MOST_READ_BY_ROWS
 
 
 def suits_rows(tokens: int, stop: int) -> bool:

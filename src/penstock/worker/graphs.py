@@ -7,7 +7,8 @@ already: block tables, newest tokens, weights, KV. Steps are recorded for a few 
 the smallest that it fits, and the rest is padding: of a row that is nobody's, at no position, so that it
 writes to no page and attends to nothing.
 
-So are steps of one run, a short prompt or what is left of one that was found, which launched one by one would
+So are steps of rows and short runs, in which each token is a row, and of which few are drawn from; and steps
+of one run, a short prompt or what is left of one that was found, which launched one by one would
 take the host longer than the device: its tokens stand where rows do, and attend together, to what comes up to
 each. Drafts that are lines are verified by decode steps: each of their tokens is a row, since all KV of a
 step is written before any is read. Where weights stream, the same kernels over the same inputs are launched
@@ -22,7 +23,6 @@ row numbers, and that of padding is nobody's; those of sequences that begin are 
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -33,7 +33,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.arch.layout import GroupId
 from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.garbage import no_collection
 from penstock.kv.movement.pool import KVPool
@@ -43,19 +42,18 @@ from penstock.models.decoder import Decoder
 from penstock.models.inputs import StateInputs, StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
 from penstock.ops.kernels import counting, pdl_launches
-from penstock.ops.matrix import GroupViews
 from penstock.ops.rope import RotaryAngles
-from penstock.ops.runs import suits_rows, suits_run
+from penstock.ops.runs import suit_rows, suits_rows, suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.adapters import RowAdapters
-from penstock.worker.sizes import row_counts, run_counts, shared_counts
+from penstock.worker.recording import Program, idle_stream, keep_idle
+from penstock.worker.sizes import mixed_counts, row_counts, run_counts, shared_counts
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-_IDLE: list[torch.cuda.Stream] = []
 _COUNTERS = 256
 """Most tiles of a product that programs may share."""
 _IN_FLIGHT = 2
@@ -97,19 +95,22 @@ class DecodeStep:
             table,
             newest,
         )
-        self._max_length, self.spec = max_length, decoder.spec
+        self._max_length, self.spec, self._rows = max_length, decoder.spec, rows
+        self.mixed = mixed_counts(decoder.spec, pool.layout.dtype, tokens, table.shape[1])
+        """Numbers of tokens of steps of rows and short runs, the largest first."""
+        most = max(rows, *self.mixed, 0)
         self._nobody = len(table) - 1
         device = table.device
         pinned, size = (
             device.type == "cuda",
-            _WHERE + FIELDS * max(rows, *run_counts(decoder.spec, tokens), 0),
+            _WHERE + FIELDS * max(most, *run_counts(decoder.spec, tokens), 0) + 2 * rows,
         )
         self._given = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
         self._seen = [seen_by(device, staging) for staging in self._staging]
         self._turn = 0
         self._arrivals = torch.zeros(
-            rows * max(plane.heads for layer in set(pool.layout.planes) for plane in layer),
+            most * max(plane.heads for layer in set(pool.layout.planes) for plane in layer),
             dtype=torch.int32,
             device=device,
         )
@@ -123,7 +124,24 @@ class DecodeStep:
     def give(self, shares: Sequence[Share], count: int) -> None:
         """Send the inputs of a step of `count` rows. Each share may have one new page at most; where any has
         several tokens, all new pages must be in the table."""
-        staging, fields = self._next(count)
+        staging = self._next(_WHERE + FIELDS * count)
+        self._fill(staging, shares, count)
+        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
+
+    def give_mixed(self, shares: Sequence[Share], count: int) -> None:
+        """Send the inputs of a step of rows and runs, of `count` tokens, each of which is a row. All new
+        pages must be in the table."""
+        staging = self._next(_WHERE + FIELDS * count + 2 * self._rows)
+        self._fill(staging, shares, count)
+        wanted, rows = staging.numpy()[_WHERE + FIELDS * count :].reshape(2, self._rows)
+        used = len(shares)
+        wanted[:used] = np.cumsum([len(share.tokens) for share in shares]) - 1
+        rows[:used] = [share.row for share in shares]
+        wanted[used:], rows[used:] = 0, self._nobody
+        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
+
+    def _fill(self, staging: Tensor, shares: Sequence[Share], count: int) -> None:
+        fields = _fields(staging, count)
         used = sum([len(share.tokens) for share in shares])
         fields[0, :used] = [share.row for share in shares for _ in share.tokens]
         fields[1, :used] = [at for share in shares for at, _ in enumerate(share.tokens, share.start)]
@@ -133,15 +151,14 @@ class DecodeStep:
         for index, share in enumerate(shares):
             if share.new_blocks:
                 fields[3:, index] = share.row, share.first_new_block, share.new_blocks[0]
-        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
 
     def give_run(self, share: Share | None, count: int) -> None:
         """Send the inputs of a run of `count` tokens.
 
         Its new pages must be in the table. None is all padding.
         """
-        staging, fields = self._next(count)
-        used = len(share.tokens) if share else 0
+        staging = self._next(_WHERE + FIELDS * count)
+        fields, used = _fields(staging, count), len(share.tokens) if share else 0
         staging.numpy()[:_WHERE] = share.start if share else 0, used, 0, 0
         if share:
             fields[0, :used] = share.row
@@ -157,14 +174,10 @@ class DecodeStep:
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
 
-    def _next(self, count: int) -> tuple[Tensor, NDArray[np.int32]]:
-        """Return a staging buffer for so many rows, and a view of its fields.
-
-        The last step that used it has ended.
-        """
+    def _next(self, count: int) -> Tensor:
+        """Return a staging buffer of so many numbers. The last step that used it has ended."""
         self._turn = (self._turn + 1) % _IN_FLIGHT
-        staging = self._staging[self._turn][: _WHERE + FIELDS * count]
-        return staging, staging.numpy()[_WHERE:].reshape(FIELDS, count)
+        return self._staging[self._turn][:count]
 
     def compute(self, count: int, weights: Weights, *, adapted: bool = False) -> None:
         """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest.
@@ -181,6 +194,17 @@ class DecodeStep:
             placed.tokens, placed.cos, placed.sin, attention, None, state=state, padding=padding, lora=lora
         )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
+
+    def compute_mixed(self, count: int, weights: Weights) -> None:
+        """Compute the step of rows and runs of `count` tokens: logits and likeliest tokens behind the last
+        token of each share, which become the newest of its row."""
+        _, placed = self._place(count)
+        begin = _WHERE + FIELDS * count
+        wanted, of = self._given[begin : begin + 2 * self._rows].view(2, self._rows)
+        rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
+        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
+        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, wanted.long())
+        self._finish(self._decoder.forward(weights, self._pool.layers, inputs), of, weights)
 
     def compute_run(self, count: int, weights: Weights, *, adapted: bool = False) -> None:
         """Compute the run of `count` tokens: its last one's logits and likeliest token, in the first row."""
@@ -216,6 +240,11 @@ class DecodeStep:
         likeliest(logits, rows, self._newest, self.tokens[:count], self._best)
 
 
+def _fields(staging: Tensor, count: int) -> NDArray[np.int32]:
+    """Return a view of the fields of so many rows."""
+    return staging.numpy()[_WHERE : _WHERE + FIELDS * count].reshape(FIELDS, count)
+
+
 class DecodeGraphs:
     """Holds recorded steps for several numbers of rows, and of tokens of a run, in shared memory."""
 
@@ -223,14 +252,16 @@ class DecodeGraphs:
         """Record nothing yet. rows, tokens: as for the step."""
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
-        self._programs: dict[int, _Program] = {}
-        self._shared: dict[int, _Program] = {}
+        self._programs: dict[int, Program] = {}
+        self._shared: dict[int, Program] = {}
         """Of passes that a CPU shares."""
         self._run_programs: dict[int, Callable[[], None]] = {}
-        self._adapted: dict[int, _Program] = {}
+        self._mixed: dict[int, Callable[[], None]] = {}
+        """Of rows and short runs."""
+        self._adapted: dict[int, Program] = {}
         self._adapted_runs: dict[int, Callable[[], None]] = {}
         """Of steps in which rows have adapters: others do not pay for them."""
-        self._every: list[_Program] = []
+        self._every: list[Program] = []
         self._stream: torch.cuda.Stream | None = None
         self.seconds, self.bytes = 0.0, 0
 
@@ -255,7 +286,7 @@ class DecodeGraphs:
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_reserved(device)
         gc.collect()  # What is collected in the midst of a recording may free what it must not.
-        pool, stream = torch.cuda.graph_pool_handle(), _idle_stream(device)
+        pool, stream = torch.cuda.graph_pool_handle(), idle_stream(device)
         with torch.cuda.stream(stream), no_collection(), pdl_launches(early), counting(self._step.counters):
             for count in self._counts:
                 self._step.give((), count)
@@ -272,12 +303,11 @@ class DecodeGraphs:
                 if self._step.adapters is not None:
                     kinds.append((self._adapted_runs, partial(plain, adapted=True)))
                 for programs, compute in kinds:
-                    if record_runs:
-                        programs[count] = self._recorded(compute, pool, stream).replay
-                    else:
-                        compute(self._weights.standing())
-                        stream.synchronize()
-                        programs[count] = partial(compute, self._weights)
+                    programs[count] = self._of_runs(compute, pool, stream, recorded=record_runs)
+            for count in self._step.mixed:
+                self._step.give_mixed((), count)
+                compute = partial(self._step.compute_mixed, count)
+                self._mixed[count] = self._of_runs(compute, pool, stream, recorded=record_runs)
         torch.cuda.synchronize(device)
         self._stream = stream  # Not one whose recording was broken off.
         give_back(
@@ -286,6 +316,20 @@ class DecodeGraphs:
         self.bytes = torch.cuda.memory_reserved(device) - before
         self.seconds = perf_counter() - begin
 
+    def _of_runs(
+        self,
+        compute: Callable[[Weights], None],
+        pool: "_POOL_HANDLE",
+        stream: torch.cuda.Stream,
+        *,
+        recorded: bool,
+    ) -> Callable[[], None]:
+        if recorded:
+            return self._recorded(compute, pool, stream).replay
+        compute(self._weights.standing())
+        stream.synchronize()
+        return partial(compute, self._weights)
+
     def _recorded(
         self,
         compute: Callable[[Weights], None],
@@ -293,11 +337,11 @@ class DecodeGraphs:
         stream: torch.cuda.Stream,
         *,
         shared: int = 0,
-    ) -> "_Program":
+    ) -> Program:
         # What is compiled, planned and allocated once is so before the recording.
         compute(self._weights.standing(shared=shared))
         stream.synchronize()
-        program = _Program(pool, self._weights, shared=shared)
+        program = Program(pool, self._weights, shared=shared)
         self._every.append(program)
         compute(program)
         program.end()
@@ -305,23 +349,25 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Release the recorded graphs, even if this object is still referenced: NCCL ends only after them."""
-        for programs in (self._programs, self._shared, self._run_programs, self._adapted, self._adapted_runs):
+        for programs in (
+            self._programs, self._shared, self._run_programs, self._mixed, self._adapted, self._adapted_runs,
+        ):  # fmt: skip
             programs.clear()
         for program in self._every:
             program.close()
         stream, self._stream = self._stream, None
         if stream is not None:
-            _IDLE.append(stream)
+            keep_idle(stream)
 
     def fits(self, plan: Plan) -> bool:
         """Tell whether a recorded step serves this plan.
 
         Each share must be one token of a row with KV in pages, and yield another token, perhaps with a draft
-        that is a line; or the plan is one such run. None reads too much.
+        that is a line; or there are short runs, too, or the plan is one of these. None reads too much.
         """
         shares, runs = plan.shares, plan.runs
         if runs and runs[0].kind is ShareKind.CHUNK:
-            return len(shares) == 1 and self._fits_run(shares[0])
+            return self._fits_run(shares[0]) if len(shares) == 1 else self._fits_mixed(plan)
         if not 0 < plan.tokens <= self._counts[0]:
             return False
         odd = (
@@ -333,6 +379,25 @@ class DecodeGraphs:
             for share in shares
         )
         return not any(odd) and all(not run.parents and suits_rows(len(run.tokens), run.stop) for run in runs)
+
+    def _fits_mixed(self, plan: Plan) -> bool:
+        """Tell whether the plan is of rows and short runs, in pages and without adapters, each of which
+        yields a token."""
+        counts, adapters, runs = self._step.mixed, self._step.adapters, plan.runs
+        if not counts or plan.tokens > counts[0] or (adapters is not None and adapters.needs(plan)):
+            return False
+        odd = (
+            not share.sample
+            or share.pooled
+            or share.near
+            or share.cold_start
+            or share.cold_stop
+            or share.new_cold
+            or share.next_prompt_tokens
+            or share.kind is ShareKind.VERIFY
+            for share in plan.shares
+        )
+        return not any(odd) and suit_rows((len(run.tokens), run.stop) for run in runs)
 
     def _fits_run(self, share: Share) -> bool:
         chunk = share.kind is ShareKind.CHUNK and share.sample
@@ -350,7 +415,13 @@ class DecodeGraphs:
         adapters, runs = self._step.adapters, plan.runs
         adapted = adapters is not None and adapters.needs(plan)
         self._weights.begin_pass()
-        if runs and runs[0].kind is ShareKind.CHUNK:
+        if runs and len(plan.shares) > 1 and runs[0].kind is ShareKind.CHUNK:
+            used = len(plan.shares)
+            count = min(count for count in self._step.mixed if count >= plan.tokens)
+            self._weights.turn(0)
+            self._step.give_mixed(plan.shares, count)
+            self._mixed[count]()
+        elif runs and runs[0].kind is ShareKind.CHUNK:
             used = 1
             count = min(count for count in self._runs if count >= plan.tokens)
             self._weights.turn(0)
@@ -365,86 +436,3 @@ class DecodeGraphs:
             programs[count].replay()
         self._weights.end_pass()
         return self._step.logits[:used], self._step.tokens[:used]
-
-
-def _idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream to record on. The library of products keeps memory for each stream that they were
-    recorded on, as long as the process lives, and recorded steps write there: so a stream is used again, but
-    only when nothing is left of what was recorded on it."""
-    for stream in list(_IDLE):
-        if stream.device == device:
-            with suppress(ValueError):  # Another thread was faster.
-                _IDLE.remove(stream)
-                return stream
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-
-
-class _Program:
-    """Weights that are lent while a pass is recorded; then the recorded pieces of it, and what is taken and
-    released between them.
-
-    None of that refers back to it, so that graphs are gone when it is: what they recorded of NCCL keeps its
-    end waiting.
-    """
-
-    all_stay = False
-    """Each group is taken by itself, since the program is cut where one moves."""
-
-    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: int = 0) -> None:
-        """Recording begins, on the current stream. shared: decode rows of a pass that a CPU shares."""
-        self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
-        self.experts = self._standing.experts
-        self._acts: list[Callable[[], object]] = []
-        self._released: list[GroupId] = []
-        """Since the last was taken: noted in the program before the next is."""
-        self._graph: torch.cuda.CUDAGraph | None = self._begin()
-
-    def _begin(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads read weights and KV meanwhile, and look at events.
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
-        return graph
-
-    def _cut(self) -> None:
-        assert self._graph is not None
-        self._graph.capture_end()
-        self._acts.append(self._graph.replay)
-
-    def take(self, group: GroupId) -> GroupViews:
-        views, moves = self._standing.take(group), self._standing.moves(group)
-        if (
-            moves or self._released
-        ):  # What was released makes room for what comes next: it does not wait until that is taken.
-            self._cut()
-            self._note_released()
-            if moves:
-                self._acts.append(partial(_take_again, self._weights, group, views))
-            self._graph = self._begin()
-        return views
-
-    def release(self, group: GroupId) -> None:
-        self._standing.release(group)
-        if self._standing.moves(group):
-            self._released.append(group)
-
-    def end(self) -> None:
-        """Recording is over."""
-        self._cut()
-        self._note_released()
-
-    def replay(self) -> None:
-        for act in self._acts:
-            act()
-
-    def close(self) -> None:
-        self._acts.clear()
-        self._graph = None
-
-    def _note_released(self) -> None:
-        self._acts += [partial(self._weights.release, group) for group in self._released]
-        self._released.clear()
-
-
-def _take_again(weights: WeightStream, group: GroupId, recorded: GroupViews) -> None:
-    lent = weights.take(group)
-    assert lent is recorded, f"{group} is not where it was when the step was recorded"

@@ -139,7 +139,8 @@ class Runner:
                 step = self.target.decode_step(rows, tokens, sizes.max_length)
             steps = [partial(step.compute, count) for count in row_counts(rows)]
             steps += [partial(step.compute_run, count) for count in run_counts(step.spec, tokens)]
-            yield from (partial(self._as_recorded, step, compute, weights) for compute in steps)
+            for compute in (*steps, *[partial(step.compute_mixed, count) for count in step.mixed]):
+                yield partial(self._as_recorded, step, compute, weights)
 
     def _as_recorded(self, step: DecodeStep, compute: Callable[[Weights], None], weights: Weights) -> None:
         with self._here(), torch.inference_mode(), pdl_launches(self.target.early), counting(step.counters):

@@ -19,6 +19,10 @@ segments."""
 _MANY = 32
 _RUNS = (512, 256, 128, 64, 32, 16)
 """Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
+_MIXED = (1024, 768, 512, 384, 256, 192, 128, 64, 32)
+"""Tokens of recorded steps of rows and short runs."""
+_MOST_PASSING = 128 << 20
+"""Bytes of activations and block tables that such a step may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,20 @@ def run_counts(spec: ModelSpec, most: int) -> tuple[int, ...]:
     return () if spec.moe is not None or spec.has_state else tuple(count for count in _RUNS if count <= most)
 
 
+def mixed_counts(spec: ModelSpec, dtype: str, most: int, blocks: int) -> tuple[int, ...]:
+    """Return the numbers of tokens for which steps of rows and short runs are recorded, the largest first.
+
+    There are none where there are none of `run_counts`.
+
+    most: tokens of a step.
+    blocks: KV blocks of the longest sequence.
+    """
+    if spec.moe is not None or spec.has_state:
+        return ()
+    each = 2 * _width(spec) * DTYPE_BYTES[dtype] + 4 * blocks
+    return tuple(count for count in _MIXED if count <= min(most, _MOST_PASSING // each))
+
+
 def shared_counts(most: int) -> tuple[int, ...]:
     """Return those of `row_counts` for which steps are recorded a second time, where a CPU shares them."""
     return tuple(count for count in row_counts(most) if count <= MOST_TOKENS)
@@ -116,6 +134,7 @@ def graph_bytes(
     rows: int,
     tokens: int,
     *,
+    blocks: int,
     shared: bool = False,
     lora: LoraRoom | None = None,
 ) -> int:
@@ -123,23 +142,30 @@ def graph_bytes(
 
     rows: most rows of a decode step.
     tokens: most tokens of a step with a run.
+    blocks: KV blocks of the longest sequence.
     shared: whether a CPU may share steps where weights stream; runs are recorded only where none do.
     lora: room for adapters. Where there is any, every step is recorded with adapters too.
     """
-    wide = max(
-        2 * max(spec.intermediate_size, spec.shared_size) + spec.hidden_size,
-        spec.projected_size + 3 * spec.hidden_size,
-    )
-    if spec.moe is not None:
-        beside = 3 if spec.shared_size else 2
-        wide = max(
-            wide, spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size) + beside * spec.hidden_size
-        )
-    runs = run_counts(spec, tokens)
-    passing = (max(rows, *runs, 0) * 2 * wide + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
-    again = max(len(runs) * _GRAPH_BYTES, shared_bytes(rows) if shared else 0)
+    runs, mixed = run_counts(spec, tokens), mixed_counts(spec, dtype, tokens, blocks)
+    most = max(rows, *runs, *mixed, 0)
+    passing = (most * 2 * _width(spec) + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
+    passing += max(mixed, default=0) * blocks * 4
+    again = max((len(runs) + len(mixed)) * _GRAPH_BYTES, shared_bytes(rows) if shared else 0)
     beside = _STREAM_BYTES + len(row_counts(rows)) * _GRAPH_BYTES + again
     if lora is not None:
         beside += (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
         passing += max(rows, *runs, 0) * 3 * lora.slots * (lora.rank * DTYPE_BYTES[dtype] + 1)
     return rows * spec.vocab_size * DTYPE_BYTES[dtype] + passing + beside
+
+
+def _width(spec: ModelSpec) -> int:
+    """Return half of the numbers that a token has in a layer at a time."""
+    wide = max(
+        2 * max(spec.intermediate_size, spec.shared_size) + spec.hidden_size,
+        spec.projected_size + 3 * spec.hidden_size,
+    )
+    if spec.moe is None:
+        return wide
+    beside = 3 if spec.shared_size else 2
+    chosen = spec.moe.top_k * (spec.moe.intermediate_size + spec.hidden_size)
+    return max(wide, chosen + beside * spec.hidden_size)
