@@ -154,7 +154,7 @@ class SequenceGroup:
     @property
     def done(self) -> bool:
         """Tell whether all outputs have ended."""
-        return all(sequence.finish is not None for sequence in self.sequences)
+        return None not in [sequence.finish for sequence in self.sequences]
 
     def completion(self) -> Completion:
         """Return the prompt with everything that has come of its outputs up to now."""

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Protocol, Self
 
 from penstock.api.llm import LLM
+from penstock.api.outputs import Delta
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import SequenceGroup
 from penstock.base.errors import PenstockError
@@ -226,13 +227,19 @@ class LocalBackend:
     def _updates(self) -> Sequence[Update]:
         """Return what the last step has added to calls."""
         updates: list[Update] = []
-        for call, group in list(self._active.items()):
-            deltas = [
-                sequence.deltas.popleft() for sequence in group.sequences for _ in range(len(sequence.deltas))
-            ]
-            if deltas or group.done:
-                updates.append((call, deltas, group.done, None))
-            if group.done:
-                del self._active[call]
-                self._running[call.owner] -= len(group.sequences)
+        ended: list[Call] = []
+        for call, group in self._active.items():
+            added, over = list[Delta](), True
+            for sequence in group.sequences:
+                deltas = sequence.deltas
+                while deltas:
+                    added.append(deltas.popleft())
+                if sequence.finish is None:
+                    over = False
+            if over:
+                ended.append(call)
+            if added or over:
+                updates.append((call, added, over, None))
+        for call in ended:
+            self._running[call.owner] -= len(self._active.pop(call).sequences)
         return updates
