@@ -654,6 +654,22 @@ def test_a_token_that_the_tokenizer_alone_has_ends_one_prompt_and_not_the_engine
         (SamplingParams, "max_token", "did you mean max_tokens?"),
         (SamplingParams, "max_new_tokens", "here it is max_tokens"),
         (SamplingParams, "enforce_eager", "help() names those that there are"),
+        (SamplingParams, "best_of", "outputs are not ranked; n and logprobs give several to choose from"),
+        (LLM, "best_of", "outputs are not ranked; leave it out"),
+        (
+            SamplingParams,
+            "length_penalty",
+            "there is no beam search, which weighs outputs by it; min_tokens and max_tokens bound an "
+            "output's length",
+        ),
+        (SamplingParams, "diversity_penalty", "there is no beam search; n is for independent outputs"),
+        (
+            SamplingParams,
+            "allowed_token_ids",
+            "no list of tokens is allowed alone; structure gives an output its form",
+        ),
+        (SamplingParams, "exponential_penalty", "help() names those that there are"),
+        (LLM, "data_parallel_size", "an engine is one replica; penstock serve --replicas starts several"),
     ],
 )
 def test_an_argument_that_is_not_known_is_answered_with_what_was_meant(
