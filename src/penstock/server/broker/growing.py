@@ -25,7 +25,8 @@ class Growing:
     def of(self, families: Iterable[Metric], engine: int) -> list[Metric]:
         """Return metrics of which no counter falls, and no count of a histogram.
 
-        engine: number of the one that has counted. What another counts is added to what was shown.
+        engine: number of the one that has counted. What another counts is added to what was shown. Some may
+            be of the next engine already, which has counted nothing yet.
         """
         if engine != self._engine:
             self._engine, self._before = engine, dict(self._shown)

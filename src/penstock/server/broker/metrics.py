@@ -178,13 +178,10 @@ class _EngineCollector(Collector):
     def __init__(self, backend: LocalBackend, outputs: Callable[[], int]) -> None:
         self._backend, self._outputs = backend, outputs
         self._rates, self._growing = _LinkRates(), Growing()
-        self._shown = list[Metric]()
 
     def collect(self) -> list[Metric]:
-        stats, booted = self._backend.stats, self._backend.llm.booted
-        if stats.engine == booted.engine.number or not self._shown:
-            self._shown = self._growing.of(self._now(stats, MemoryUse.of(booted)), stats.engine)
-        return self._shown  # Within a second of waking up, both are of the new engine.
+        stats, memory = self._backend.stats, self._backend.llm.memory
+        return self._growing.of(self._now(stats, memory), stats.engine)
 
     def _now(self, stats: Stats, memory: MemoryUse) -> Iterator[Metric]:
         weights, kv, tiers = memory.weights, stats.kv or NO_KV, stats.tiers or NO_TIERS
