@@ -104,7 +104,7 @@ def speak(booted: Booted, prompts: Sequence[Sequence[int]], asked: argparse.Name
         ids[engine.submit(prompt, wishes, output)] = tuple(prompt)
     got = {prompt: list[int]() for prompt in ids.values()}
     begun = passes = warm = counted = 0
-    since = 0.0
+    since = took = 0.0
     while engine.busy:
         events = engine.step()
         for event in events:
@@ -118,6 +118,8 @@ def speak(booted: Booted, prompts: Sequence[Sequence[int]], asked: argparse.Name
             elif warm > WARM and all(len(tokens) < output for tokens in got.values()):
                 passes += 1
                 counted, took = sum(map(len, got.values())) - begun, time.perf_counter() - since
+    if not passes:
+        raise SystemExit(f"outputs of {output} tokens end before a pass is timed; raise --output")
     return Spoken(got, counted / took, counted / passes / len(got))
 
 
