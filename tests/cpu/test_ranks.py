@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,10 +23,11 @@ import pytest
 import forks
 from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothing_left, order, work
 from penstock.base.config import launched
-from penstock.base.errors import ConfigError, DeviceError
+from penstock.base.errors import CheckpointError, ConfigError, DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import launch
 from penstock.parallel.store import SharedStore
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
 from penstock.worker import rank
 from penstock.worker.rank import _MESSAGES, Leader, _Kind, _Message, serve
@@ -58,7 +60,7 @@ def leader() -> Iterator[Leader]:
 
 def ran(outcome: Outcome) -> int:
     """How many plans each rank had run before; it is the same on all of them, and they are all there."""
-    total, ones = (result.tokens[0] for result in outcome.results)
+    total, ones, _ = (result.tokens[0] for result in outcome.results)
     assert ones == RANKS
     assert total is not None
     assert total % RANKS == 0
@@ -102,6 +104,28 @@ def test_a_step_may_be_begun_before_the_last_has_ended(leader: Leader) -> None:
     leader.begin(Plan((), (), transfers=(transfer(120),)))
     assert leader.settle() == (landed(120),), "told of what was taken, or not of what was begun"
     assert ran(leader.run(NOTHING)) == before + 2
+
+
+def test_all_ranks_give_back_the_memory_of_kv(leader: Leader) -> None:
+    def freed() -> int | None:
+        return leader.run(NOTHING).results[2].tokens[0]
+
+    before = freed()
+    assert before is not None
+    leader.free_kv()
+    assert freed() == before + RANKS
+
+
+def test_an_adapter_that_one_rank_cannot_read_is_on_none(leader: Leader) -> None:
+    """And the ranks go on."""
+    own = LoadedAdapter("a", "", b"", 1)
+    for whom in range(1, RANKS):
+        loaded = replace(own, path=f"damaged on {whom}")
+        with pytest.raises(CheckpointError, match=f"^rank {whom}: an adapter of the test's is damaged$"):
+            leader.load_adapter(loaded, loaded)  # type: ignore[arg-type]
+    before = ran(leader.run(NOTHING))
+    leader.load_adapter(own, own)  # type: ignore[arg-type]
+    assert ran(leader.run(NOTHING)) == before + 1
 
 
 def test_an_interrupt_anywhere_in_a_step_leaves_all_ranks_with_its_plan_or_none(leader: Leader) -> None:
@@ -230,6 +254,46 @@ def test_a_rank_that_lives_but_does_not_come_is_everybodys_end() -> None:
                 DeviceError, match="rank 0 of 2 failed with ValueError: a fault of the test's own"
             ):
                 leader.run(order("raise", 0))
+        assert within(LONG, leader.close)
+
+
+INCOMPLETE = "an all-reduce of rank {} is incomplete: one of 1 others is gone, or has not come within 60 s"
+
+
+@pytest.mark.parametrize("what", ["incomplete", "incomplete at its end"])
+def test_a_sum_that_is_incomplete_on_a_follower_is_everybodys_end(what: str) -> None:
+    """Its device says so by itself; its part of later sums is wrong. Rank 0, whose own are complete, gets at
+    most the step that was under way."""
+    with nothing_left():
+        others = children()
+        leader, _ = led(2)
+        leader.run(NOTHING)
+
+        def run() -> None:
+            leader.run(order(what, 1))
+            leader.run(NOTHING)
+
+        failing(run, f"rank 1 of 2 ended with exit code 1: .*{INCOMPLETE.format(1)}", others)
+        assert within(LONG, leader.close)
+
+
+@pytest.mark.parametrize("what", ["incomplete", "incomplete at its end", "adapter"])
+def test_a_sum_that_is_incomplete_on_rank_0_gives_nobody_a_token(what: str) -> None:
+    """What was begun with it is never told, nor waited for; and no adapter is there."""
+    loaded = LoadedAdapter("a", "incomplete on 0", b"", 1)
+    with nothing_left():
+        leader, _ = led(2)
+        leader.run(NOTHING)
+        if what == "incomplete":
+            leader.begin(order(what, 0))
+        calls: list[Callable[[], object]] = [leader.settle, partial(leader.run, NOTHING), leader.free_kv]
+        if what == "incomplete at its end":
+            calls.insert(0, partial(leader.run, order(what, 0)))
+        if what == "adapter":
+            calls.insert(0, partial(leader.load_adapter, loaded, loaded))  # type: ignore[arg-type]
+        for call in calls:
+            with pytest.raises(DeviceError, match=INCOMPLETE.format(0)):
+                call()
         assert within(LONG, leader.close)
 
 
