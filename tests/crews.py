@@ -155,6 +155,15 @@ def work(seat: Seat, first: str = "") -> None:
     serve(seat.receive, Sums(group), group)
 
 
+def tell_end(seat: Seat, path: str) -> None:
+    """A follower that tells, in a file, how it stands when it has served: how often its part was closed, and
+    whether the group is open."""
+    group = seat.group(CPU)
+    part = Sums(group)
+    serve(seat.receive, part, group)
+    Path(path).write_text(f"{part.closed} {group._plain is not None}")
+
+
 def absent(seat: Seat) -> None:
     """A follower that is gone when it has said that it has come."""
     with patch("penstock.parallel.seat.Group", lambda *_, **__: befall("kill")):

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 import forks
-from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothing_left, order, work
+from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothing_left, order, tell_end, work
 from penstock.base.config import launched
 from penstock.base.errors import CheckpointError, ConfigError, DeviceError
 from penstock.parallel.group import Group
@@ -350,6 +350,7 @@ def test_a_device_that_hangs_is_left_behind(at: str, monkeypatch: pytest.MonkeyP
     all else is closed. The other rank is gone, by force or since it was told to close, or is well and waits
     to be told."""
     monkeypatch.setattr(rank, "_LET_GO", 0.2)
+    forks.ready()
     others, memory, comes_back = children(), shared_memory(), threading.Event()
     with waiting(lambda _: comes_back.wait(), at) as (leader, said):
         try:
@@ -401,6 +402,36 @@ def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(
             leader.run(order("kill" if whom else "raise", whom))
         assert within(LONG, leader.close)
         assert said == [True]
+
+
+def test_work_that_comes_back_after_a_follower_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many glances: nobody waits for others any more, but the device has more to do."""
+    monkeypatch.setattr(rank, "_LET_GO", LONG)
+    monkeypatch.setattr(rank, "_GLANCE", 1e-3)
+
+    def later(group: Group) -> None:
+        while not group.over.item():
+            time.sleep(1e-3)
+        time.sleep(0.3)
+
+    with waiting(later, "step") as (leader, said):
+        with pytest.raises(DeviceError, match="rank 1 of 2 was killed by SIGKILL"):
+            leader.run(order("kill", 1))
+        assert leader._job is not None
+        assert leader._job.done
+        assert within(LONG, leader.close)
+        assert said == [True]
+
+
+def test_followers_close_their_parts_and_the_group(tmp_path: Path) -> None:
+    """Of their own accord, when rank 0 closes."""
+    with nothing_left():
+        crew = launch(2, tell_end, str(tmp_path / "end"), patience=LONG)
+        group = crew.group(CPU)
+        leader = Leader(Sums(group), crew, group)
+        leader.run(NOTHING)
+        assert within(LONG, leader.close)
+        assert (tmp_path / "end").read_text() == "1 False"
 
 
 def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:
