@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothin
 from penstock.base.config import launched
 from penstock.base.errors import CheckpointError, ConfigError, DeviceError
 from penstock.parallel.group import Group
-from penstock.parallel.launch import launch
+from penstock.parallel.launch import Crew, launch
 from penstock.parallel.store import SharedStore
 from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
@@ -402,6 +403,33 @@ def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(
             leader.run(order("kill" if whom else "raise", whom))
         assert within(LONG, leader.close)
         assert said == [True]
+
+
+def test_a_rank_that_is_lost_between_steps_is_an_error_of_the_next_call_and_of_one_under_way() -> None:
+    """Also of a call for which ranks exchange nothing, and which is done here."""
+    forks.ready()
+    for under_way in (False, True):
+        with nothing_left():
+            others = children()
+            leader, crew = led(2, patience=LONG)
+            leader.run(NOTHING)
+            leader.check()
+
+            def lose(others: list[int] = others, crew: Crew = crew) -> None:
+                [follower] = {*children()} - {*others}
+                os.kill(follower, signal.SIGKILL)
+                while crew.failure is None:
+                    time.sleep(1e-3)
+
+            text = "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too"
+            if under_way:
+                with patch.object(leader._part, "free_kv", lose), pytest.raises(DeviceError, match=text):
+                    leader.free_kv()
+            else:
+                lose()
+            with pytest.raises(DeviceError, match=text):
+                leader.check()
+            assert within(LONG, leader.close)
 
 
 def test_work_that_comes_back_after_a_follower_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
