@@ -156,11 +156,12 @@ def work(seat: Seat, first: str = "") -> None:
 
 
 def tell_end(seat: Seat, path: str) -> None:
-    """A follower that tells, in a file, how it stands when it has served: how often its part was closed, and
-    whether the group is open."""
+    """A follower that tells, in a file, how it stands when it has served: how often its part was closed,
+    which takes a while, and whether the group is open."""
     group = seat.group(CPU)
     part = Sums(group)
-    serve(seat.receive, part, group)
+    with patch.object(part, "close", lambda: (time.sleep(0.3), Sums.close(part))):
+        serve(seat.receive, part, group)
     Path(path).write_text(f"{part.closed} {group._plain is not None}")
 
 

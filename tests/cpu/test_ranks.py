@@ -408,12 +408,11 @@ def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(
 def test_a_rank_that_is_lost_between_steps_is_an_error_of_the_next_call_and_of_one_under_way() -> None:
     """Also of a call for which ranks exchange nothing, and which is done here."""
     forks.ready()
+    text = "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too"
     for under_way in (False, True):
         with nothing_left():
             others = children()
             leader, crew = led(2, patience=LONG)
-            leader.run(NOTHING)
-            leader.check()
 
             def lose(others: list[int] = others, crew: Crew = crew) -> None:
                 [follower] = {*children()} - {*others}
@@ -421,15 +420,16 @@ def test_a_rank_that_is_lost_between_steps_is_an_error_of_the_next_call_and_of_o
                 while crew.failure is None:
                     time.sleep(1e-3)
 
-            text = "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too"
-            if under_way:
-                with patch.object(leader._part, "free_kv", lose), pytest.raises(DeviceError, match=text):
-                    leader.free_kv()
-            else:
-                lose()
-            with pytest.raises(DeviceError, match=text):
+            with contextlib.closing(leader):
+                leader.run(NOTHING)
                 leader.check()
-            assert within(LONG, leader.close)
+                if under_way:
+                    with patch.object(leader._part, "free_kv", lose), pytest.raises(DeviceError, match=text):
+                        leader.free_kv()
+                else:
+                    lose()
+                with pytest.raises(DeviceError, match=text):
+                    leader.check()
 
 
 def test_work_that_comes_back_after_a_follower_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
