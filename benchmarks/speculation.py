@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/speculation.py --shape 8B --device-memory 6GiB --out speculation.json
     PYTHONPATH=src python3 benchmarks/speculation.py --drafts suffix --prompt "Say it twice: ..."
+    PYTHONPATH=src python3 benchmarks/speculation.py --shape 8B --drafts self --device-memory 6GiB
 
 Weights of a shape are random, so nothing can be said of how often drafts hold. So first the tokens are
 decoded without drafts. Then a drafter that knows them proposes as many as are to hold, and wrong ones behind
@@ -11,7 +12,11 @@ Random weights make near ties everywhere, so outputs of a shape have a bias that
 again and again; what is computed is the same. With and without drafts are processes of their own, so that
 both have the same memory.
 
-`--drafts suffix`, or a draft model, measures the drafter itself instead, with what really holds.
+`--drafts` suffix, self, auto, mtp or a draft model measures the drafter itself instead, with what really
+holds. All but suffix and mtp may be of a shape too, whose random weights are written to a checkpoint first:
+the copy in four bits is made of one. A draft model may then be a shape itself, with as many tokens. The bias
+makes nearly all drafts hold, so what is measured there is what drafts, and trees of them, cost. On a CPU a
+draft model and a copy grow trees where weights stream (`--weight-memory`).
 """
 
 import argparse
@@ -19,21 +24,24 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+from random_checkpoint import write_checkpoint
 from recording import Recording
 
 from penstock.api.opening import boot_model, open_weights
 from penstock.api.text.tokenizer import Tokenizer
+from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.recipe import config_in
-from penstock.base.config import SHIPPED_MODEL, Config
+from penstock.base.config import CACHE, SHIPPED_MODEL, Config
 from penstock.base.units import parse_size
-from penstock.bench.shapes import SHAPES
+from penstock.bench.shapes import HOST_LAYERS_OF, LAYERS_OF, SHAPES
 from penstock.bench.speed.measure import check_sound, sampling
 from penstock.engine.boot import Booted, boot
 from penstock.engine.placing import Override
@@ -46,6 +54,7 @@ from penstock.weights.streaming.residency import WeightLimits
 
 Outputs = Mapping[tuple[int, ...], Sequence[int]]
 T = TypeVar("T")
+EVERY_SHAPE = {name: shape for name, (shape, _) in (*LAYERS_OF.items(), *HOST_LAYERS_OF.items())} | {**SHAPES}
 CERTAIN = 1e4
 """Bias of a token that is certain."""
 WARM = 4
@@ -95,7 +104,7 @@ def speak(booted: Booted, prompts: Sequence[Sequence[int]], asked: argparse.Name
         ids[engine.submit(prompt, wishes, output)] = tuple(prompt)
     got = {prompt: list[int]() for prompt in ids.values()}
     begun = passes = warm = counted = 0
-    since = 0.0
+    since = took = 0.0
     while engine.busy:
         events = engine.step()
         for event in events:
@@ -109,6 +118,8 @@ def speak(booted: Booted, prompts: Sequence[Sequence[int]], asked: argparse.Name
             elif warm > WARM and all(len(tokens) < output for tokens in got.values()):
                 passes += 1
                 counted, took = sum(map(len, got.values())) - begun, time.perf_counter() - since
+    if not passes:
+        raise SystemExit(f"outputs of {output} tokens end before a pass is timed; raise --output")
     return Spoken(got, counted / took, counted / passes / len(got))
 
 
@@ -116,8 +127,8 @@ def booted_of(asked: argparse.Namespace, config: Config) -> Booted:
     """Return an engine of the shape or the model."""
     room = parse_size(asked.weight_memory) if asked.weight_memory else 0
     override = Override(limits=WeightLimits(room, 1 << 40)) if room else None
-    if asked.shape:
-        shape = SHAPES[asked.shape]
+    if asked.shape and asked.checkpoint is None:
+        shape = EVERY_SHAPE[asked.shape]
         source = config_in(asked.format, shape, asked.shape) if asked.format else shape
         return boot(config, Shape.of(source, asked.shape), say=print, override=override)
     return boot_model(config, open_weights(config.model, config.cache), say=print, override=override)
@@ -136,7 +147,7 @@ def differing(mine: Spoken, plain: Spoken) -> float:
 def config_of(asked: argparse.Namespace) -> Config:
     """Return the settings, without drafts."""
     return Config(
-        Path() if asked.shape else locate(asked.model).path,
+        asked.checkpoint or (Path() if asked.shape else locate(asked.model).path),
         device=asked.device,
         dtype=asked.dtype,
         device_memory=asked.device_memory,
@@ -144,6 +155,7 @@ def config_of(asked: argparse.Namespace) -> Config:
         max_sequences=asked.batch,
         max_length=asked.context + asked.output + 64,
         prefix_cache=False,
+        cache=asked.cache,
     )
 
 
@@ -173,7 +185,8 @@ def drafted_of(asked: argparse.Namespace, outputs: Outputs) -> dict[str, list[Sp
     with closing(booted.engine):
         prompts = prompts_of(asked, config, booted.spec.vocab_size)
         if asked.drafts:
-            return {asked.drafts: [speak(booted, prompts, asked) for _ in range(asked.repeat)]}
+            print(f"drafts: {booted.drafter}{', trees' if grows(booted) else ''}", flush=True)
+            return {asked.called: [speak(booted, prompts, asked) for _ in range(asked.repeat)]}
         speculation = booted.engine.scheduler.speculation
         assert speculation is not None
         speculation.drafter = oracle = Oracle(outputs, booted.spec.vocab_size)
@@ -182,6 +195,37 @@ def drafted_of(asked: argparse.Namespace, outputs: Outputs) -> dict[str, list[Sp
             oracle.holds = holds
             found[f"{holds} imposed"] = [speak(booted, prompts, asked) for _ in range(asked.repeat)]
         return found
+
+
+def written(name: str, folder: Path) -> Path:
+    """Return the checkpoint of a shape's random weights, which is written if it is not there."""
+    path = folder / name
+    if not path.exists():
+        print(f"writing random weights of {name} to {path}", flush=True)
+        with TemporaryDirectory(dir=folder) as part:
+            write_checkpoint(Path(part) / name, EVERY_SHAPE[name])
+            (Path(part) / name).rename(path)
+    return path
+
+
+def why_no_checkpoint(asked: argparse.Namespace) -> str | None:
+    """Return why a shape has no drafts of the kind that is asked for."""
+    if asked.format or Shape.of(EVERY_SHAPE[asked.shape]).spec.format != DENSE:
+        return (
+            f"--drafts {asked.drafts} needs a checkpoint, and those of shapes are written in bfloat16 alone"
+        )
+    if asked.drafts == "mtp":
+        return "a shape's checkpoint has no MTP layer; give a --model that has one"
+    draft, tokens = EVERY_SHAPE.get(asked.drafts), EVERY_SHAPE[asked.shape]["vocab_size"]
+    if draft is not None and draft["vocab_size"] != tokens:
+        return f"--drafts {asked.drafts} has {draft['vocab_size']} tokens, and {asked.shape} has {tokens}"
+    return None
+
+
+def grows(booted: Booted) -> bool:
+    """Tell whether drafts are trees."""
+    speculation = booted.engine.scheduler.speculation
+    return speculation is not None and speculation.model is not None and speculation.model.trees
 
 
 def apart(work: Callable[..., T], *given: object) -> T:
@@ -196,9 +240,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=str(SHIPPED_MODEL))
-    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--shape", choices=EVERY_SHAPE)
     parser.add_argument("--format", help="of the shape's random weights, such as int4")
-    parser.add_argument("--drafts", default="", help="suffix or a draft model, instead of what is imposed")
+    parser.add_argument(
+        "--drafts",
+        default="",
+        help="suffix, self, auto, mtp or a draft model, or a shape for one, instead of what is imposed",
+    )
+    parser.add_argument(
+        "--files", type=Path, help="directory for checkpoints of shapes and copies; else they are removed"
+    )
     parser.add_argument("--accepted", default="1,2,4,8,12", help="tokens that a pass is to yield")
     parser.add_argument("--drafted", type=int, default=16, help="tokens of a draft")
     parser.add_argument("--batch", type=int, default=1)
@@ -216,6 +267,21 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    asked.checkpoint, asked.cache, asked.called = None, CACHE, asked.drafts
+    with TemporaryDirectory() if asked.files is None else nullcontext(asked.files) as files:
+        if asked.shape and asked.drafts not in ("", "suffix"):
+            if why := why_no_checkpoint(asked):
+                parser.error(why)
+            asked.cache = Path(files) / "cache"
+            asked.cache.mkdir(parents=True, exist_ok=True)
+            asked.checkpoint = written(asked.shape, Path(files))
+            if asked.drafts in EVERY_SHAPE:
+                asked.drafts = str(written(asked.drafts, Path(files)))
+        compare(asked)
+
+
+def compare(asked: argparse.Namespace) -> None:
+    """Decode without drafts and with them, and print and record both."""
     record = Recording(asked.out, bench="speculation")
     plains = apart(plain_of, asked)
     rate = median(one.rate for one in plains)
@@ -235,10 +301,10 @@ def main() -> None:
             "behind_a_difference": other,
         }
     weights = f"{asked.weight_memory} of weights" if asked.weight_memory else ""
-    what = [asked.shape or Path(asked.model).name, asked.format, asked.drafts, asked.device_memory, weights]
-    what.append(f"batch {asked.batch}" if asked.batch > 1 else "")
-    what.append(f"temperature {asked.temperature:g}" if asked.temperature else "")
-    record.part(" ".join(word for word in what if word), found)
+    words = [asked.shape or Path(asked.model).name, asked.format, asked.called, asked.device_memory, weights]
+    words.append(f"batch {asked.batch}" if asked.batch > 1 else "")
+    words.append(f"temperature {asked.temperature:g}" if asked.temperature else "")
+    record.part(" ".join(word for word in words if word), found)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
 import torch
 
 import forks
-from penstock.base.errors import ConfigError, DeviceError
+from penstock.base.errors import CheckpointError, ConfigError, DeviceError
 from penstock.parallel.group import Group
 from penstock.parallel.launch import Crew, launch
 from penstock.parallel.seat import Seat
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import Landed, Outcome, Plan, Result
 from penstock.worker.rank import Leader, serve
 from streams import LONG
@@ -35,19 +37,21 @@ def order(what: str, rank: int) -> Plan:
 
 
 class Sums:
-    """A rank's part: every plan sums, over the ranks, how many plans each has begun before, and ones, and is
-    at its end as many behind as it was begun behind. A transfer lands on rank r in the r-th step behind its
-    own, in r seconds, and without its r-th block."""
+    """A rank's part: every plan sums, over the ranks, how many plans each has begun before, and ones, and how
+    often each has given back the memory of KV, and is at its end as many behind as it was begun behind. A
+    transfer lands on rank r in the r-th step behind its own, in r seconds, and without its r-th block. On
+    demand a device says of a sum that it is incomplete: when a step begins or ends, or an adapter is
+    loaded."""
 
     carrier = None
     ahead = True
 
     def __init__(self, group: Group) -> None:
-        self.group, self.ran, self.ended, self.closed = group, 0, 0, 0
+        self.group, self.ran, self.ended, self.closed, self.freed = group, 0, 0, 0, 0
         self._going: dict[int, tuple[int, Landed]] = {}
 
     def begin(self, plan: Plan) -> "Sum":
-        rank = self.group.rank
+        rank, incomplete = self.group.rank, False
         for transfer in plan.transfers:
             lost = (rank,) if rank < len(transfer.blocks) else ()
             self._going[transfer.id] = (
@@ -56,18 +60,35 @@ class Sums:
             )
         for text in plan.forget:
             what, _, whom = text.decode().partition(":")
-            if int(whom) == rank:
+            if int(whom) == rank and what == "incomplete":
+                self.group.over.fill_(1)
+            elif int(whom) == rank and what == "incomplete at its end":
+                incomplete = True
+            elif int(whom) == rank:
                 befall(what)
-        total = torch.tensor([self.ran, 1])
+        total = torch.tensor([self.ran, 1, self.freed])
         self.group.all_reduce(total)
         self.ran += 1
-        return Sum(self, self.ran, total)
+        return Sum(self, self.ran, total, incomplete)
 
     def settle(self) -> tuple[Landed, ...]:
         self.ended = self.ran
         landed = tuple(one for _, one in self._going.values())
         self._going.clear()
         return landed
+
+    def read_adapter(self, loaded: LoadedAdapter) -> Any:
+        if loaded.path == f"damaged on {self.group.rank}":
+            raise CheckpointError("an adapter of the test's is damaged")
+        return loaded
+
+    def load_adapter(self, loaded: LoadedAdapter, adapter: Any) -> None:
+        assert adapter.path == loaded.path
+        if loaded.path == f"incomplete on {self.group.rank}":
+            self.group.over.fill_(1)
+
+    def free_kv(self) -> None:
+        self.freed += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -80,15 +101,18 @@ class Sum:
     part: Sums
     number: int
     total: torch.Tensor
+    incomplete: bool
 
     def outcome(self) -> Outcome:
         part = self.part
         part.ended += 1
         assert part.ended == self.number, "another step than the first that has not ended"
+        if self.incomplete:
+            part.group.over.fill_(1)
         landed = [one for when, one in part._going.values() if when < part.ended]
         for one in landed:
             del part._going[one.id]
-        return Outcome((Result((int(self.total[0]),)), Result((int(self.total[1]),))), tuple(landed))
+        return Outcome(tuple(Result((int(one),)) for one in self.total), tuple(landed))
 
 
 class _Held:
@@ -129,6 +153,16 @@ def work(seat: Seat, first: str = "") -> None:
         befall(first)
     group = seat.group(CPU)
     serve(seat.receive, Sums(group), group)
+
+
+def tell_end(seat: Seat, path: str) -> None:
+    """A follower that tells, in a file, how it stands when it has served: how often its part was closed,
+    which takes a while, and whether the group is open."""
+    group = seat.group(CPU)
+    part = Sums(group)
+    with patch.object(part, "close", lambda: (time.sleep(0.3), Sums.close(part))):
+        serve(seat.receive, part, group)
+    Path(path).write_text(f"{part.closed} {group._plain is not None}")
 
 
 def absent(seat: Seat) -> None:

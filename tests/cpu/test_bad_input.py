@@ -5,12 +5,14 @@ import inspect
 import json
 import logging
 import math
+import pydoc
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import forks
 import tiny
-from penstock import LLM, Completion, Output, PenstockError, SamplingParams, Structure
+from penstock import LLM, AsyncLLM, Completion, Output, PenstockError, SamplingParams, Structure
+from penstock.api.arguments import LLMArguments
 from penstock.api.driver import EngineDriver
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.base.errors import (
@@ -33,6 +36,7 @@ from penstock.base.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from penstock.base.setting import settings_of
 from penstock.cli.main import main
 from penstock.worker.runner import Runner
 
@@ -654,6 +658,22 @@ def test_a_token_that_the_tokenizer_alone_has_ends_one_prompt_and_not_the_engine
         (SamplingParams, "max_token", "did you mean max_tokens?"),
         (SamplingParams, "max_new_tokens", "here it is max_tokens"),
         (SamplingParams, "enforce_eager", "help() names those that there are"),
+        (SamplingParams, "best_of", "outputs are not ranked; n and logprobs give several to choose from"),
+        (LLM, "best_of", "outputs are not ranked; leave it out"),
+        (
+            SamplingParams,
+            "length_penalty",
+            "there is no beam search, which weighs outputs by it; min_tokens and max_tokens bound an "
+            "output's length",
+        ),
+        (SamplingParams, "diversity_penalty", "there is no beam search; n is for independent outputs"),
+        (
+            SamplingParams,
+            "allowed_token_ids",
+            "no list of tokens is allowed alone; structure gives an output its form",
+        ),
+        (SamplingParams, "exponential_penalty", "help() names those that there are"),
+        (LLM, "data_parallel_size", "an engine is one replica; penstock serve --replicas starts several"),
     ],
 )
 def test_an_argument_that_is_not_known_is_answered_with_what_was_meant(
@@ -665,10 +685,36 @@ def test_an_argument_that_is_not_known_is_answered_with_what_was_meant(
 
 
 def test_help_shows_no_places_of_this_machine_and_lines_of_a_usual_length() -> None:
-    lines = str(inspect.signature(LLM)).splitlines()
-    assert lines[0].startswith("(model=None, *, device='auto', ")
-    assert max(map(len, lines)) <= 80
-    assert "Path(" not in "".join(lines)
+    for signature in (inspect.signature(LLM), inspect.signature(AsyncLLM), inspect.signature(LLM.__init__)):
+        lines = str(signature).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert "Path(" not in "".join(lines)
+    said = pydoc.plaintext.document(LLM)
+    for line in (
+        "model: str | Path | None = None,",
+        "device_memory: str | int | None = None,",
+        "kv_directory: str | Path = '~/.cache/penstock',",
+        "lora_modules: str | Sequence[str] | Mapping[str, str | Path] = (),",
+        "loading: Callable[[str, int, int], None] | None = None,",
+    ):
+        # The class, and its constructor.
+        assert said.count(f"\n |      {line}\n") == 2, line
+
+
+def test_the_signature_has_each_setting_with_its_type_and_default() -> None:
+    """Editors that run the program show it, and what reads annotations finds the same."""
+    types = {one.name: one.type for one in fields(LLMArguments) if "help" in one.metadata}
+    types["lora_modules"] = str | Sequence[str] | Mapping[str, str | Path]
+    for made in (LLM, AsyncLLM):
+        shown = inspect.signature(made).parameters
+        assert {name: one.annotation for name, one in shown.items()} == types
+        assert get_type_hints(made.__init__) == types | {"return": type(None)}
+        for one in settings_of(LLMArguments):
+            given = shown[one.name].default
+            assert one.checked(given) == one.default, one.name
+        first, *others = shown.values()
+        assert first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert {one.kind for one in others} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_a_directory_for_kv_that_cannot_be_is_told_alike_by_one_rank_and_by_two(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ comparison with transformers runs."""
 import dataclasses
 import importlib.util
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -1024,3 +1026,58 @@ def test_the_disk_is_shown_beside_its_ceiling() -> None:
     """Not beside the rate at which experts were read, which is as low as readers make it."""
     read = Streaming(0, 0, 0, 0, 0, 0, 500, 1e9, 1000.0, 0.0, 0.0, 0.0, None, None, disk_rate=500.0)
     assert dict(read.rows(1000.0))["disk"].endswith("(50.0%)")
+
+
+# -- speculation
+# ----------------------------------------------------------------------------------------------------
+
+
+def speculated(*flags: str) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    size = "--shape 7M --device cpu --context 16 --repeat 1"
+    environment = os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "PENSTOCK_COMMIT": "0" * 40}
+    done = subprocess.run(
+        [sys.executable, "benchmarks/speculation.py", *size.split(), *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(180)
+def test_a_shape_drafts_for_itself_and_has_a_draft_model_in_lines_and_in_trees(tmp_path: Path) -> None:
+    """From the same random checkpoint, which is written once."""
+    out = tmp_path / "out.json"
+    for drafts, more, kind in (
+        ("self", [], "self"),
+        ("self", ["--weight-memory", "9MiB"], "self, trees"),
+        ("7M", ["--weight-memory", "6MiB"], "model, trees"),
+    ):
+        code, said = speculated(
+            "--output", "160", "--drafts", drafts, *more, "--files", str(tmp_path), "--out", str(out)
+        )
+        assert code == 0, said
+        assert f"drafts: {kind}\n" in said
+        assert ("writing random weights" in said) == (kind == "self")
+        *_, part = json.loads(out.read_text()).values()
+        assert part[drafts]["behind_a_difference"] == 0
+    assert (tmp_path / "7M" / "model.safetensors.index.json").exists()
+    assert list((tmp_path / "cache").glob("7M-*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--drafts mtp", "a shape's checkpoint has no MTP layer; give a --model that has one"),
+        ("--drafts self --format int4", "those of shapes are written in bfloat16 alone"),
+        ("--drafts 100M", "--drafts 100M has 32000 tokens, and 7M has 4096"),
+        ("--output 4", "outputs of 4 tokens end before a pass is timed; raise --output"),
+    ],
+)
+def test_what_cannot_be_measured_of_drafts_is_refused(flags: str, why: str) -> None:
+    code, said = speculated(*flags.split())
+    assert code
+    assert said.splitlines()[-1].endswith(why), said

@@ -7,12 +7,13 @@ import re
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from pydantic import BaseModel
 
 if find_spec("anthropic") is None:  # Importing it takes as long as the tests.
     pytest.skip("needs the client that the server is for: anthropic", allow_module_level=True)
@@ -25,6 +26,7 @@ from penstock.server.parsing.output_parser import OutputParser  # noqa: E402
 from penstock.server.wire.decoding import FieldError, decoded  # noqa: E402
 from penstock.server.wire.messages import MessagesRequest  # noqa: E402
 from penstock.server.wire.ollama import OllamaChatRequest, OllamaGenerateRequest  # noqa: E402
+from penstock.server.wire.structured import closed  # noqa: E402
 from penstock.step.request import FinishReason  # noqa: E402
 from servers import FLAGS, Server, Stream, counted, serving, until  # noqa: E402
 from speakers import NOW, THINK, WEATHER, called, checkpoint, saying  # noqa: E402
@@ -490,8 +492,107 @@ def test_options_hold(server: Server, llama: Any) -> None:
         "speaker", TALK, options={"num_predict": 100_000, "temperature": 0, "num_ctx": prompt + 2}
     )
     assert whole.eval_count == 2
-    held = llama.generate("speaker", "Once", format=SCHEMA, think=False)
-    assert (held.response, held.done_reason) == ('{"a":7}', "stop")
+
+
+class Part(BaseModel):
+    kind: Literal["new"]
+    count: Literal[1, 2] = 1
+
+
+class Whole(BaseModel):
+    """As programs give ollama the form of an answer."""
+
+    name: Literal["Köln"]
+    parts: tuple[Part, Part]
+
+
+def test_a_format_is_the_form_of_the_answer(llama: Any) -> None:
+    """Of chats and texts, whole and streamed, and of raw prompts from their first token on. Objects have what
+    the schema names and no more, as ollama has it."""
+    form, system = Whole.model_json_schema(), {"role": "system", "content": "Be brief."}
+    for seed in range(6):
+        options = {"temperature": 2, "seed": seed, "num_predict": 100}
+        asked = {"format": form, "options": options, "think": False}
+        said = llama.chat("speaker", [system, *TALK], **asked)
+        assert said.done_reason == "stop"
+        Whole.model_validate_json(said.message.content)
+        assert json.loads(said.message.content).keys() == {"name", "parts"}
+        pieces = [one.message.content for one in llama.chat("speaker", [system, *TALK], stream=True, **asked)]
+        assert "".join(pieces) == said.message.content
+        for how in ({"think": False}, {"raw": True}):
+            told = llama.generate("speaker", "Once", **asked | how)
+            Whole.model_validate_json(told.response)
+            assert json.loads(told.response).keys() == {"name", "parts"}
+            assert told.done_reason == "stop"
+            streamed = llama.generate("speaker", "Once", stream=True, **asked | how)
+            assert "".join(one.response for one in streamed) == told.response
+
+
+def test_json_is_an_object(llama: Any) -> None:
+    for seed in range(4):
+        options = {"temperature": 1, "seed": seed, "num_predict": 40}
+        asked = {"format": "json", "options": options, "think": False}
+        for said in (
+            llama.chat("speaker", TALK, **asked).message.content,
+            llama.generate("speaker", "Once", **asked).response,
+            llama.generate("speaker", "Once", raw=True, **asked).response,
+        ):
+            assert said.startswith("{")
+            assert re.match(r'\{(\}|")', said)
+    plain = {"temperature": 0, "num_predict": 6}
+    assert (
+        llama.chat("speaker", TALK, format="", options=plain).message
+        == llama.chat("speaker", TALK, options=plain).message
+    )
+
+
+def test_a_form_goes_before_tools_and_that_is_told(server: Server) -> None:
+    body = {"messages": TALK, "tools": FUNCTIONS, "format": SCHEMA, "think": False}
+    for streams in (False, True):
+        status, headers, said = post(server, "/api/chat", **body, stream=streams)
+        assert (status, headers["x-ignored-fields"]) == (200, "tools")
+        answers = lines(said) if streams else [said]
+        assert "".join(one["message"]["content"] for one in answers) == '{"a":7}'
+        assert not any("tool_calls" in one["message"] for one in answers)
+    _, headers, _ = post(
+        server, "/api/chat", **body | {"format": ""}, stream=False, options={"num_predict": 1}
+    )
+    assert headers["x-ignored-fields"] is None
+
+
+def test_objects_without_a_word_on_other_properties_have_none() -> None:
+    inner = {"type": "object", "properties": {"b": {"items": {"properties": {}}}}}
+    shut = {
+        "type": "object",
+        "properties": {"b": {"items": {"properties": {}, "additionalProperties": False}}},
+        "additionalProperties": False,
+    }
+    for name in ("items", "additionalProperties"):
+        assert closed({name: inner}) == {name: shut}
+    for name in ("anyOf", "oneOf", "prefixItems"):
+        assert closed({name: [True, inner]}) == {name: [True, shut]}
+    assert closed({"allOf": [inner]}) == {"allOf": [shut]}
+    for name in ("$defs", "definitions"):
+        assert closed({"$ref": f"#/{name}/a", name: {"a": inner}}) == {
+            "$ref": f"#/{name}/a",
+            name: {"a": shut},
+        }
+    same: list[dict[str, Any]] = [
+        {},
+        {"type": "object"},
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {"a": {}}, "required": ["b"]},
+        {"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]},
+        {"allOf": [inner, {"properties": {"c": {}}}]},
+        {"items": {"properties": {"a": {}}, "patternProperties": {"b": {}}}},
+        {"not": inner, "enum": [{"properties": {}}], "const": {"properties": {}}},
+    ]
+    for schema in same:
+        assert closed(schema) == schema
+    deep: dict[str, Any] = inner
+    for _ in range(1000):
+        deep = {"anyOf": [deep]}
+    assert closed(deep)["anyOf"]
 
 
 def test_the_model_is_listed_and_described(server: Server, llama: Any) -> None:
@@ -525,6 +626,10 @@ def test_the_model_is_listed_and_described(server: Server, llama: Any) -> None:
             "repeat_last_n",
         ),
         ("/api/chat", {"messages": TALK, "format": "xml"}, 400, "'xml'"),
+        ("/api/generate", {"prompt": "a", "format": "xml", "raw": True}, 400, "'xml'"),
+        ("/api/chat", {"messages": TALK, "format": {"type": "objekt"}}, 400, "objekt"),
+        ("/api/generate", {"prompt": "a", "format": {"type": "objekt"}, "raw": True}, 400, "objekt"),
+        ("/api/chat", {"messages": TALK, "format": ["json"]}, 400, "format"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("/api/generate", {"prompt": "a", "template": "b"}, 400, "template"),
         ("/api/generate", {"prompt": "a", "context": [1]}, 400, "/api/chat"),

@@ -12,20 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 
 import forks
-from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothing_left, order, work
+from crews import CPU, NOTHING, Sum, Sums, _there, absent, children, led, nothing_left, order, tell_end, work
 from penstock.base.config import launched
-from penstock.base.errors import ConfigError, DeviceError
+from penstock.base.errors import CheckpointError, ConfigError, DeviceError
 from penstock.parallel.group import Group
-from penstock.parallel.launch import launch
+from penstock.parallel.launch import Crew, launch
 from penstock.parallel.store import SharedStore
+from penstock.step.adapter import LoadedAdapter
 from penstock.step.plan import BlockId, HostBlockId, Landed, Outcome, Plan, Route, Transfer, TransferId
 from penstock.worker import rank
 from penstock.worker.rank import _MESSAGES, Leader, _Kind, _Message, serve
@@ -58,7 +61,7 @@ def leader() -> Iterator[Leader]:
 
 def ran(outcome: Outcome) -> int:
     """How many plans each rank had run before; it is the same on all of them, and they are all there."""
-    total, ones = (result.tokens[0] for result in outcome.results)
+    total, ones, _ = (result.tokens[0] for result in outcome.results)
     assert ones == RANKS
     assert total is not None
     assert total % RANKS == 0
@@ -102,6 +105,28 @@ def test_a_step_may_be_begun_before_the_last_has_ended(leader: Leader) -> None:
     leader.begin(Plan((), (), transfers=(transfer(120),)))
     assert leader.settle() == (landed(120),), "told of what was taken, or not of what was begun"
     assert ran(leader.run(NOTHING)) == before + 2
+
+
+def test_all_ranks_give_back_the_memory_of_kv(leader: Leader) -> None:
+    def freed() -> int | None:
+        return leader.run(NOTHING).results[2].tokens[0]
+
+    before = freed()
+    assert before is not None
+    leader.free_kv()
+    assert freed() == before + RANKS
+
+
+def test_an_adapter_that_one_rank_cannot_read_is_on_none(leader: Leader) -> None:
+    """And the ranks go on."""
+    own = LoadedAdapter("a", "", b"", 1)
+    for whom in range(1, RANKS):
+        loaded = replace(own, path=f"damaged on {whom}")
+        with pytest.raises(CheckpointError, match=f"^rank {whom}: an adapter of the test's is damaged$"):
+            leader.load_adapter(loaded, loaded)  # type: ignore[arg-type]
+    before = ran(leader.run(NOTHING))
+    leader.load_adapter(own, own)  # type: ignore[arg-type]
+    assert ran(leader.run(NOTHING)) == before + 1
 
 
 def test_an_interrupt_anywhere_in_a_step_leaves_all_ranks_with_its_plan_or_none(leader: Leader) -> None:
@@ -233,6 +258,46 @@ def test_a_rank_that_lives_but_does_not_come_is_everybodys_end() -> None:
         assert within(LONG, leader.close)
 
 
+INCOMPLETE = "an all-reduce of rank {} is incomplete: one of 1 others is gone, or has not come within 60 s"
+
+
+@pytest.mark.parametrize("what", ["incomplete", "incomplete at its end"])
+def test_a_sum_that_is_incomplete_on_a_follower_is_everybodys_end(what: str) -> None:
+    """Its device says so by itself; its part of later sums is wrong. Rank 0, whose own are complete, gets at
+    most the step that was under way."""
+    with nothing_left():
+        others = children()
+        leader, _ = led(2)
+        leader.run(NOTHING)
+
+        def run() -> None:
+            leader.run(order(what, 1))
+            leader.run(NOTHING)
+
+        failing(run, f"rank 1 of 2 ended with exit code 1: .*{INCOMPLETE.format(1)}", others)
+        assert within(LONG, leader.close)
+
+
+@pytest.mark.parametrize("what", ["incomplete", "incomplete at its end", "adapter"])
+def test_a_sum_that_is_incomplete_on_rank_0_gives_nobody_a_token(what: str) -> None:
+    """What was begun with it is never told, nor waited for; and no adapter is there."""
+    loaded = LoadedAdapter("a", "incomplete on 0", b"", 1)
+    with nothing_left():
+        leader, _ = led(2)
+        leader.run(NOTHING)
+        if what == "incomplete":
+            leader.begin(order(what, 0))
+        calls: list[Callable[[], object]] = [leader.settle, partial(leader.run, NOTHING), leader.free_kv]
+        if what == "incomplete at its end":
+            calls.insert(0, partial(leader.run, order(what, 0)))
+        if what == "adapter":
+            calls.insert(0, partial(leader.load_adapter, loaded, loaded))  # type: ignore[arg-type]
+        for call in calls:
+            with pytest.raises(DeviceError, match=INCOMPLETE.format(0)):
+                call()
+        assert within(LONG, leader.close)
+
+
 class Waiting(Sums):
     """Rank 0's part, on a device that computes by itself: an ordered step, or else its closing, waits until
     `met` says that what is there waits for others no more. Before it closes, an ordered step may have failed,
@@ -286,6 +351,7 @@ def test_a_device_that_hangs_is_left_behind(at: str, monkeypatch: pytest.MonkeyP
     all else is closed. The other rank is gone, by force or since it was told to close, or is well and waits
     to be told."""
     monkeypatch.setattr(rank, "_LET_GO", 0.2)
+    forks.ready()
     others, memory, comes_back = children(), shared_memory(), threading.Event()
     with waiting(lambda _: comes_back.wait(), at) as (leader, said):
         try:
@@ -337,6 +403,63 @@ def test_a_device_that_waits_for_ranks_that_failed_is_not_left_behind(
             leader.run(order("kill" if whom else "raise", whom))
         assert within(LONG, leader.close)
         assert said == [True]
+
+
+def test_a_rank_that_is_lost_between_steps_is_an_error_of_the_next_call_and_of_one_under_way() -> None:
+    """Also of a call for which ranks exchange nothing, and which is done here."""
+    forks.ready()
+    text = "rank 1 of 2 was killed by SIGKILL; the other ranks were ended too"
+    for under_way in (False, True):
+        with nothing_left():
+            others = children()
+            leader, crew = led(2, patience=LONG)
+
+            def lose(others: list[int] = others, crew: Crew = crew) -> None:
+                [follower] = {*children()} - {*others}
+                os.kill(follower, signal.SIGKILL)
+                while crew.failure is None:
+                    time.sleep(1e-3)
+
+            with contextlib.closing(leader):
+                leader.run(NOTHING)
+                leader.check()
+                if under_way:
+                    with patch.object(leader._part, "free_kv", lose), pytest.raises(DeviceError, match=text):
+                        leader.free_kv()
+                else:
+                    lose()
+                with pytest.raises(DeviceError, match=text):
+                    leader.check()
+
+
+def test_work_that_comes_back_after_a_follower_failed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many glances: nobody waits for others any more, but the device has more to do."""
+    monkeypatch.setattr(rank, "_LET_GO", LONG)
+    monkeypatch.setattr(rank, "_GLANCE", 1e-3)
+
+    def later(group: Group) -> None:
+        while not group.over.item():
+            time.sleep(1e-3)
+        time.sleep(0.3)
+
+    with waiting(later, "step") as (leader, said):
+        with pytest.raises(DeviceError, match="rank 1 of 2 was killed by SIGKILL"):
+            leader.run(order("kill", 1))
+        assert leader._job is not None
+        assert leader._job.done
+        assert within(LONG, leader.close)
+        assert said == [True]
+
+
+def test_followers_close_their_parts_and_the_group(tmp_path: Path) -> None:
+    """Of their own accord, when rank 0 closes."""
+    with nothing_left():
+        crew = launch(2, tell_end, str(tmp_path / "end"), patience=LONG)
+        group = crew.group(CPU)
+        leader = Leader(Sums(group), crew, group)
+        leader.run(NOTHING)
+        assert within(LONG, leader.close)
+        assert (tmp_path / "end").read_text() == "1 False"
 
 
 def test_a_follower_that_ends_before_it_has_come_is_noticed() -> None:

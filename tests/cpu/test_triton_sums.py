@@ -9,6 +9,7 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -210,11 +211,15 @@ def one_slot(group: Group) -> None:
 
 class FileWindow:
     """In the place of a GPU's memory: a file, which others find by its path. blind: whether this rank is
-    refused others' windows. astray: whether what it writes does not come out at the others'."""
+    refused others' windows. astray: whether what it writes does not come out at the others'. last: the one
+    that was opened last. away, closed: whether others' are seen no more, and it is gone."""
 
     folder, blind, astray = Path(), False, False
+    last: "FileWindow"
 
     def __init__(self, device: torch.device, size: int) -> None:
+        FileWindow.last = self
+        self.away = self.closed = False
         self._size, self._files = size, list[Tensor]()
         self.handle = os.fsencode(Path(tempfile.mkdtemp(dir=self.folder)) / "window")
         self.address = self._map(self.handle)
@@ -230,9 +235,11 @@ class FileWindow:
         return self._files[-1].data_ptr()
 
     def look_away(self) -> None:
+        self.away = True
         del self._files[1:]
 
     def close(self) -> None:
+        self.closed = True
         self._files.clear()
 
 
@@ -275,18 +282,73 @@ def by_windows(group: Group) -> None:
     with collected(group) as collectives:
         assert 0 < collectives.rows < 9
         assert collectives.bytes > 0
+        assert collectives._shared.limit == int(group.limit * 1e9)
         assert sums_right(group, collectives)
+        x = torch.full((collectives.rows, SPEC.hidden_size), 1.0)
+        with patch.object(group, "all_reduce", side_effect=AssertionError("it goes by the library")):
+            collectives.all_reduce(x)
+        assert torch.equal(x, torch.full_like(x, group.ranks))
         group.barrier()
         collectives.close()
+        assert FileWindow.last.closed
         assert group.over.item() == 1, "whoever waited would keep memory from being freed"
         group.over.zero_()
 
 
+def goes_by_the_library(group: Group, collectives: RankCollectives) -> None:
+    """All that was begun with windows is undone."""
+    assert collectives.rows == collectives.bytes == 0
+    assert collectives._window is None
+    assert FileWindow.last.away
+    assert FileWindow.last.closed
+    assert group.over.item() == 0
+    assert sums_right(group, collectives)
+
+
 def one_is_refused(group: Group) -> None:
     with collected(group, blind=group.rank == 1) as collectives:
-        assert collectives.rows == collectives.bytes == 0
-        assert collectives._window is None
+        goes_by_the_library(group, collectives)
+
+
+def tried(group: Group, then: Callable[[Tensor], object]) -> None:
+    """Of the sum that is tried first something is not right on rank 1, and on no other."""
+    plain = triton_sums.all_reduce
+
+    def other(x: Tensor, shared: Shared) -> None:
+        plain(x, shared)
+        then(x)
+
+    first = patch.object(triton_sums, "all_reduce", other if group.rank == 1 else plain)
+    with first, collected(group) as collectives:
+        goes_by_the_library(group, collectives)
+
+
+def one_finds_a_wrong_sum(group: Group) -> None:
+    tried(group, lambda x: x[-1].add_(1))
+
+
+def one_has_not_waited_to_the_end(group: Group) -> None:
+    """Though its sum is right, by chance."""
+    tried(group, lambda _: group.over.fill_(1))
+
+
+def one_has_room_for_fewer_rows(group: Group) -> None:
+    """So all sum as many in one launch as that one does."""
+    room = patch.object(triton_sums, "most_rows", lambda _: 2 if group.rank == 1 else 3)
+    with room, collected(group) as collectives:
+        assert collectives.rows == 2
         assert sums_right(group, collectives)
+
+
+def widths_of_logits_are_known(group: Group) -> None:
+    """Ranks ask each other for none: a step would wait for that on the host."""
+    collectives = RankCollectives(group, replace(SPEC, vocab_size=7), torch.float32)
+    own = collectives.widths[group.rank]
+    assert sum(collectives.widths) == 7
+    with patch.object(group, "exchange", side_effect=AssertionError("a wait on the host")):
+        logits = collectives.gather(torch.full((2, own), float(group.rank)))
+    wanted = [float(rank) for rank, width in enumerate(collectives.widths) for _ in range(width)]
+    assert logits.tolist() == [wanted, wanted]
 
 
 def one_is_told_not_to(group: Group) -> None:
@@ -303,9 +365,7 @@ def what_is_written_does_not_come(group: Group) -> None:
         with collected(group, astray=group.rank == 1) as collectives:
             timer.join()
             group.over.zero_()
-            assert collectives.rows == collectives.bytes == 0
-            assert collectives._window is None
-            assert sums_right(group, collectives)
+            goes_by_the_library(group, collectives)
 
 
 CASES: dict[str, Case] = {
@@ -313,6 +373,8 @@ CASES: dict[str, Case] = {
     for case in (
         *(sums, norms, the_same_bits, nobody_comes, without_waiting, two_slots, one_slot),
         *(by_windows, one_is_refused, one_is_told_not_to, what_is_written_does_not_come),
+        *(one_finds_a_wrong_sum, one_has_not_waited_to_the_end, one_has_room_for_fewer_rows),
+        widths_of_logits_are_known,
     )
 }
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from importlib import import_module
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from penstock import __version__
 from penstock.api.outputs import Delta
 from penstock.base import other_names
-from penstock.base.config import CACHE, completion_file, state_directory
+from penstock.base.config import CACHE, Config, completion_file, state_directory
 from penstock.base.errors import PenstockError
 from penstock.cli import options
 from penstock.cli.command import Option
@@ -30,6 +31,7 @@ from penstock.cli.model_names import hub_name
 from penstock.cli.options import as_flags
 from penstock.cli.prompt import SHIPPED_MODEL, PromptText, model_and_prompt
 from penstock.hub.names import ModelName
+from penstock.step.params import SamplingParams
 from penstock.step.request import FinishReason
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -209,6 +211,20 @@ def test_examples_in_the_help_are_commands_that_parse() -> None:
             "no such option '--gpu-memory-utilization'; here it is --device-memory, such as 90%",
         ),
         (["rm", "--ctx-size", "0"], "no such option '--ctx-size'; see penstock rm --help"),
+        (
+            ["run", "x", "--best-of", "2"],
+            "no such option '--best-of'; outputs are not ranked; -n and --logprobs give several to choose "
+            "from",
+        ),
+        (
+            ["serve", "--length-penalty", "2"],
+            "no such option '--length-penalty'; there is no beam search, which weighs outputs by it; leave "
+            "it out",
+        ),
+        (
+            ["run", "--exponential-penalty", "2"],
+            "no such option '--exponential-penalty'; see penstock run --help",
+        ),
         (["help", "rum"], "no such command 'rum'; did you mean run?"),
         (["chat", "a", "b"], "got unexpected extra argument (b); see penstock chat --help"),
     ],
@@ -515,7 +531,17 @@ def test_what_other_engines_call_otherwise_is_named_as_it_is_here() -> None:
     for theirs in other_names._OURS:
         assert other_names.ours_for(theirs, options), theirs
         assert theirs not in options
-    assert not other_names._NEEDLESS.keys() & options
+    absent = {f"--{name.replace('_', '-')}" for name in other_names._ABSENT}
+    assert not absent & options
+
+
+def test_what_is_named_instead_of_an_absent_argument_exists() -> None:
+    names = {one.name for one in (*fields(SamplingParams), *fields(Config))}
+    for theirs, (_, instead) in other_names._ABSENT.items():
+        assert theirs not in names
+        assert {*re.findall(r"{(\w+)}", instead)} <= names, theirs
+    for theirs, ours in other_names._ARGUMENTS.items():
+        assert {*re.findall(r"^\w+", ours)} <= names, theirs
 
 
 def test_keys_of_other_servers_are_answered_with_where_they_belong(

@@ -173,7 +173,15 @@ def test_a_constructor_takes_the_keywords_of_a_declaration_and_says_so() -> None
         Held(sise=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"'sise'; did you mean size\?$"):
         Held(sise=1)  # type: ignore[call-arg]
-    assert str(inspect.signature(Held)) == "(model='here', *, size=3, kind='a', noted=0)"
+    assert str(inspect.signature(Held)).splitlines() == [
+        "(",
+        "    model: str | Path = 'here',",
+        "    *,",
+        "    size: int = 3,",
+        "    kind: str = 'a',",
+        "    noted: int = 0,",
+        ")",
+    ]
     assert [*inspect.signature(Held).parameters] == ["model", "size", "kind", "noted"]
     assert inspect.signature(Held).parameters["size"].default == 3
     assert Held.__init__.__doc__ == described(Toy)

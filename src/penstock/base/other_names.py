@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -32,24 +32,79 @@ _OURS = {
     "--speculative-config": "--speculate",
     "--speculative-model": "--speculate",
     "--model-draft": "--speculate",
+    "--data-parallel-size": "--replicas",
     "--api-key": "--api-keys, a file; or the variable PENSTOCK_API_KEYS: all users of a machine see "
     "what is typed",
 }
 """Our options by those of vLLM, llama.cpp and ollama."""
-_NEEDLESS = {
-    "--quantization": "a checkpoint's config.json says how it is quantised; leave it out",
-    "--trust-remote-code": "no code of a checkpoint is ever run; leave it out",
-    "--disable-log-stats": "nothing is logged with each step; leave it out",
-}
-"""Options of theirs that are not needed here, and why."""
 _ARGUMENTS = {
     "max_new_tokens": "max_tokens",
-    "best_of": "n",
+    "max_completion_tokens": "max_tokens",
+    "max_length": "max_tokens, of the output alone",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids, beside the model's own end tokens",
+    "suppress_tokens": "logit_bias, minus infinity for each token",
+    "top_logprobs": "logprobs",
     "guided_decoding": "structure, a Structure",
     "structured_outputs": "structure, a Structure",
     "include_stop_str_in_output": "include_stop",
+    "torch_dtype": "dtype",
+    "model_path": "model",
+    "context_length": "max_length",
+    "n_ctx": "max_length",
+    "max_memory": "device_memory, and host_memory for the host",
+    "enable_lora": "lora_modules, or max_loras",
 }
 """Arguments of other engines in Python that are no options of their command lines."""
+_BEAMS = "there is no beam search", "{n} is for independent outputs"
+_WORDS = "no words are forbidden", "{logit_bias} of minus infinity forbids a token"
+_BITS = "weights are as the checkpoint has them", "penstock pack --to int4 quantises it"
+_FORCED = "no token is forced", "{structure} gives an output its form"
+_ABSENT = {
+    "quantization": ("a checkpoint's config.json says how it is quantised", ""),
+    "trust_remote_code": ("no code of a checkpoint is ever run", ""),
+    "disable_log_stats": ("nothing is logged with each step", ""),
+    "best_of": ("outputs are not ranked", "{n} and {logprobs} give several to choose from"),
+    "use_beam_search": _BEAMS,
+    "num_beams": _BEAMS,
+    "num_beam_groups": _BEAMS,
+    "diversity_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "length_penalty": (
+        "there is no beam search, which weighs outputs by it",
+        "{min_tokens} and {max_tokens} bound an output's length",
+    ),
+    "min_length": ("the least length is one of the output alone", "{min_tokens} sets it"),
+    "allowed_token_ids": ("no list of tokens is allowed alone", _FORCED[1]),
+    "forced_bos_token_id": _FORCED,
+    "forced_eos_token_id": _FORCED,
+    "bad_words": _WORDS,
+    "bad_words_ids": _WORDS,
+    "no_repeat_ngram_size": (
+        "no repetition is forbidden",
+        "{repetition_penalty} makes it less likely",
+    ),
+    "repetition_detection": (
+        "no output ends because it repeats itself",
+        "{repetition_penalty} makes that less likely",
+    ),
+    "encoder_repetition_penalty": (
+        "tokens of the prompt have no penalty of their own",
+        "{repetition_penalty} counts them too",
+    ),
+    "detokenize": ("an output has both its text and its tokens", ""),
+    "flat_logprobs": ("log-probabilities have one form", ""),
+    "pad_token_id": ("nothing is padded", ""),
+    "max_time": ("no time ends an output", "{max_tokens} bounds its length"),
+    "data_parallel_size": ("an engine is one replica", "penstock serve --replicas starts several"),
+    "load_in_4bit": _BITS,
+    "load_in_8bit": _BITS,
+}
+"""Options and arguments for what is not needed or does not exist here: what is true instead, and what does
+something similar, with ours in braces."""
+_NEAR = 0.75
+"""A slip of the pen is at least so similar to what was meant: names of other things share words, too."""
 
 
 def ours_for(option: str, known: Collection[str]) -> str | None:
@@ -59,9 +114,22 @@ def ours_for(option: str, known: Collection[str]) -> str | None:
     return ours if ours and ours.split(",")[0].split(";")[0] in known else None
 
 
-def needless(option: str) -> str | None:
-    """Return why an option of another engine is not needed here; None if it is none that we know."""
-    return _NEEDLESS.get(option)
+def absent(theirs: str, known: Collection[str]) -> str | None:
+    """Return what is true instead of an option or argument of another engine that has no like here; None if
+    it is none that we know. known: the names that may be told instead of it."""
+    dashed = theirs.startswith("-")
+    if (found := _ABSENT.get(theirs.lstrip("-").replace("-", "_"))) is None:
+        return None
+    why, instead = found
+    ours = {name: _flag(name) if dashed else name for name in re.findall(r"{(\w+)}", instead)}
+    if not instead or not {*ours.values()} <= {*known}:
+        instead = "leave it out"
+    return f"{why}; {instead.format_map(ours)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the name that was meant, if it differs by a slip of the pen."""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=_NEAR)), None)
 
 
 def unknown_argument(name: str, known: Collection[str]) -> str:
@@ -70,10 +138,15 @@ def unknown_argument(name: str, known: Collection[str]) -> str:
     ours = _ARGUMENTS.get(name) or _argument_of(_OURS.get(option, ""))
     if ours and re.split("[,;= ]", ours)[0] in known:
         return f"; here it is {ours}"
-    if why := _NEEDLESS.get(option):
+    if why := absent(name, known):
         return f"; {why}"
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else "; help() names those that there are"
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else "; help() names those that there are"
+
+
+def _flag(name: str) -> str:
+    """Return an argument as it is written on a command line."""
+    return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
 
 
 def _argument_of(option: str) -> str:

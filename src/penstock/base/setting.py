@@ -239,20 +239,29 @@ def described(kind: type) -> str:
     return "\n".join(fill(text, 80, subsequent_indent="    ") for text in texts)
 
 
+_WRITTEN: Mapping[object, object] = {NamedPaths: str | Sequence[str] | Mapping[str, str | Path]}
+"""This may be given for a field whose annotation at run time does not say it."""
+
+
 class _Lines(inspect.Signature):
-    """A signature that help() shows in lines of a usual length."""
+    """A signature that help() shows with a line for each parameter."""
 
     def __str__(self) -> str:
-        return fill(super().__str__(), 80, subsequent_indent="    ", break_on_hyphens=False)
+        lines = list[str]()
+        for one in self.parameters.values():
+            if one.kind is one.KEYWORD_ONLY and "*" not in lines:
+                lines.append("*")
+            typed = re.sub(r"\b([a-z]\w*\.)+", "", str(one.replace(default=one.empty)))
+            lines.append(typed if one.default is one.empty else f"{typed} = {one.default!r}")
+        return "".join(["(", *(f"\n    {line}," for line in lines), "\n)"])
 
 
 def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return a parameter as a user writes it: without its type, which its help tells in words, and without
-    places of this machine."""
-    default = parameter.default
+    """Return a parameter as a user writes it, without places of this machine."""
+    default, annotation = parameter.default, parameter.annotation
     if isinstance(default, Path):
         default = None if default.is_absolute() else str(default)
-    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+    return parameter.replace(annotation=_WRITTEN.get(annotation, annotation), default=default)
 
 
 def keywords_of(
@@ -261,7 +270,7 @@ def keywords_of(
     """Return a decorator for an `__init__(self, made)` that is then called with the arguments of `made`.
 
     made: a settings dataclass. Type checkers, editors and help() see its keywords with their types,
-    and help() shows them in lines.
+    and help() shows each in a line.
     """
 
     def decorate(init: Callable[[Owner, Made], None]) -> Callable[Concatenate[Owner, P], None]:
@@ -277,8 +286,9 @@ def keywords_of(
 
         own = inspect.signature(made)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = map(_plain, own.parameters.values())
+        parameters = [*map(_plain, own.parameters.values())]
         __init__.__signature__ = _Lines([itself, *parameters])  # type: ignore[attr-defined]
+        __init__.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": None}
         __init__.__doc__ = described(made) if isinstance(made, type) else init.__doc__
         return __init__
 

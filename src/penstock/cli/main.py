@@ -15,7 +15,7 @@ import click
 
 from penstock import __version__
 from penstock.base.errors import PenstockError
-from penstock.base.other_names import needless, ours_for
+from penstock.base.other_names import absent, nearest, ours_for
 from penstock.cli.command import CONTEXT, Session, config_option, debug_option
 from penstock.cli.terminal import one_line, say
 
@@ -196,11 +196,13 @@ def _usage(error: click.ClickException) -> str:
         known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         if ours := ours_for(error.option_name, known):
             return f"error: no such option {error.option_name!r}; here it is {ours}"
-        if why := needless(error.option_name):
+        if why := absent(error.option_name, known):
             return f"error: no such option {error.option_name!r}; {why}"
-        if error.possibilities:
-            return f"error: no such option {error.option_name!r}; did you mean {error.possibilities[0]}?"
-    text = error.format_message().rstrip(".")
+        if near := nearest(error.option_name, known):
+            return f"error: no such option {error.option_name!r}; did you mean {near}?"
+        text = f"no such option {error.option_name!r}"  # The nearest that click knows may be far away.
+    else:
+        text = error.format_message().rstrip(".")
     if not text[1:2].isupper():
         text = f"{text[:1].lower()}{text[1:]}"
     text = f"error: {text}"

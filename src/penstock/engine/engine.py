@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.weights.checkpoint.lora import Adapter
 
 _LOG = logging.getLogger("penstock")
+_NUMBERS = count(1)
+"""Each engine of this process has one."""
 _LAST = 5.0
 """Seconds that `finish` waits for blocks on their way."""
 _MOST_LOST = 8
@@ -41,6 +44,7 @@ class Stats:
     missed: attention that policies have left out; empty where everything is read.
     drafts: steps of requests that verified a draft, tokens of these drafts, and those that were accepted.
     cut: drafts within which an output ended.
+    engine: number of the engine. A model that has slept may have another one, which counts from 0.
     """
 
     running: int
@@ -58,6 +62,7 @@ class Stats:
     passes: Passes
     drafts: tuple[int, int, int] = (0, 0, 0)
     cut: int = 0
+    engine: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Engine:
         note: called before the engine closes. threads: those of the CPU that steps compute with. room: for
         LoRA adapters.
         """
+        self.number = next(_NUMBERS)
         self.adapters = LoadedAdapters(room, self._load_adapter, lambda: scheduler.adapters)
         self.scheduler, self._note, self._threads = scheduler, note, threads
         self._ranks: Ranks | None = ranks
@@ -347,6 +353,7 @@ class Engine:
             passes=self._passes,
             drafts=(0, 0, 0) if drafts is None else (drafts.drafts, drafts.drafted, drafts.accepted),
             cut=0 if drafts is None else drafts.cut,
+            engine=self.number,
         )
 
     def missed_stats(self) -> MissedStats:

@@ -20,7 +20,7 @@ from penstock.base.units import counted
 from penstock.server.answers.completions import BROKEN, logprob_entries, new_call
 from penstock.server.answers.prompts import read, read_chat
 from penstock.server.broker.calls import Call
-from penstock.server.parsing.dialects import Dialect
+from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.output_parser import OutputParser
 from penstock.server.parsing.reading import Arguments, Begin, Broken, Content, End, Part, Reasoning
 from penstock.server.wire.ollama import RENAMED, OllamaChatRequest, OllamaGenerateRequest
@@ -42,13 +42,20 @@ def read_ollama(
     with named_here(RENAMED):
         request = asked.request()
         request.check()
+        dropped = False
         if isinstance(request, ChatRequest):
+            dialect = dialect or dialect_of(reader.tokenizer.templates)
+            # Behind no mark does a form begin that a call could come before: as with ollama, it goes first.
+            if dropped := bool(asked.format and request.tools and not dialect.channels):
+                request.tool_choice = "none"
             ready, speech = read_chat(reader, request, dialect, clamps=True)
         else:
             [ready], _ = read(reader, request)
             speech = OutputParser
     ready = _within(ready, asked.most_context, asked.most_tokens, reader.limits.max_model_len)
-    return [ready], OllamaStream(asked, speech(), reader.tokenizer)
+    stream = OllamaStream(asked, speech(), reader.tokenizer)
+    stream.ignored = ["tools"] if dropped else []
+    return [ready], stream
 
 
 def _within(ready: PreparedPrompt, context: int | None, most: int | None, longest: int) -> PreparedPrompt:
@@ -92,6 +99,8 @@ class OllamaStream:
         """Calls that are whole."""
         self._finish: FinishReason | None = None
         self.response: Line = {}
+        self.ignored: list[str] = []
+        """Fields without effect, for this model."""
         self.load_seconds = 0.0
         """Seconds for which the request has waited for its model, before it was submitted."""
 

@@ -22,6 +22,7 @@ from penstock.base.meter import SHARES, Direction, KVStats, MissedStats, Passes,
 from penstock.engine.engine import Stats
 from penstock.server.broker.backend import LocalBackend
 from penstock.server.broker.gaps import Gaps
+from penstock.server.broker.growing import Growing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -176,10 +177,13 @@ class _EngineCollector(Collector):
 
     def __init__(self, backend: LocalBackend, outputs: Callable[[], int]) -> None:
         self._backend, self._outputs = backend, outputs
-        self._rates = _LinkRates()
+        self._rates, self._growing = _LinkRates(), Growing()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> list[Metric]:
         stats, memory = self._backend.stats, self._backend.llm.memory
+        return self._growing.of(self._now(stats, memory), stats.engine)
+
+    def _now(self, stats: Stats, memory: MemoryUse) -> Iterator[Metric]:
         weights, kv, tiers = memory.weights, stats.kv or NO_KV, stats.tiers or NO_TIERS
         yield from _of_steps(stats, max(self._outputs() - stats.running, stats.waiting))
         yield from _of_passes(stats.passes, weights)

@@ -43,6 +43,7 @@ async def _generate(
             answer = Response(bytes(answer.body) + b"\n", media_type=LINES)
     else:
         ready, stream = await prepared_for(server, request, asked, read_ollama)
+        ignored += stream.ignored
         if (wait := record_of(request).wait) is not None:
             stream.load_seconds = wait[0]
         answer = await responded(request, server.model()[1], ready, stream, asked)

@@ -12,6 +12,7 @@ from msgspec import Struct
 from penstock.server.wire.conversation import Message
 from penstock.server.wire.decoding import FieldError, converted
 from penstock.server.wire.requests import ChatRequest, CompletionRequest, TokenRequest
+from penstock.server.wire.structured import StructuredOutputs, closed
 
 LATEST = ":latest"
 """The tag of a name that has none."""
@@ -159,6 +160,19 @@ class OllamaRequest(TokenRequest, forbid_unknown_fields=False, kw_only=True):
             )
         return given
 
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        """Return the schema that the answer keeps to; None if it has no form. Raise FieldError."""
+        if isinstance(self.format, dict):
+            return closed(self.format)
+        if self.format == "json":
+            return {"type": "object"}
+        if self.format:
+            raise FieldError(
+                f"format {self.format[:40]!r} is none; use json or a JSON schema, or leave it out", "format"
+            )
+        return None
+
     def _chat(self, messages: Sequence[Message], tools: list[Any] | None = None) -> ChatRequest:
         """Return the request for an answer to these messages. Raise FieldError."""
         fields = self._fields() | {
@@ -171,14 +185,8 @@ class OllamaRequest(TokenRequest, forbid_unknown_fields=False, kw_only=True):
             fields["chat_template_kwargs"] = {"enable_thinking": self.think, "thinking": self.think}
         elif self.think is not None:
             fields["reasoning_effort"] = self.think
-        if isinstance(self.format, dict):
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
-        elif self.format == "json":
-            fields["response_format"] = {"type": "json_object"}
-        elif self.format:
-            raise FieldError(
-                f"format {self.format[:40]!r} is none; use json or a JSON schema, or leave it out", "format"
-            )
+        if (schema := self._schema) is not None:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         if messages[-1].role == "assistant" and not messages[-1].tool_calls:  # The answer goes on with it.
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         chat = converted({"messages": [{"role": "user"}], **fields}, ChatRequest, "the request", "options")
@@ -232,8 +240,8 @@ class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=False, kw_only=
         ):
             if getattr(self, name):
                 raise FieldError(f"{name} is not supported, since {why}", name)
-        if self.raw and (self.system or self.format):
-            raise FieldError("raw prompts have no system and no format; leave these out, or raw", "raw")
+        if self.raw and self.system:
+            raise FieldError("raw prompts have no system; leave it out, or raw", "raw")
 
     def request(self) -> ChatRequest | CompletionRequest:
         """Return the same as a request to OpenAI's paths. Raise FieldError."""
@@ -245,6 +253,13 @@ class OllamaGenerateRequest(OllamaRequest, forbid_unknown_fields=False, kw_only=
         fields = {"prompt": self.prompt, "logprobs": logprobs, "max_tokens": 1}
         raw = converted(self._fields() | fields, CompletionRequest, "the request", "options")
         raw.structured_outputs = self.structured_outputs
+        if (schema := self._schema) is not None:
+            if raw.structured_outputs is not None:
+                raise FieldError(
+                    "format and structured_outputs each give the answer a form; leave one of them out",
+                    "format",
+                )
+            raw.structured_outputs = StructuredOutputs(json=schema)
         return raw
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from penstock.base.errors import StructureError
-from penstock.step.structure import Structure
+from penstock.step.structure import DEEPEST, Structure
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -73,3 +73,69 @@ def spaced(schema: dict[str, Any] | str, pattern: str | None) -> Structure:
         return Structure.json_schema(schema)
     loaded = json.loads(Structure.json_schema(schema).text)
     return Structure.json_schema({**loaded, "x-guidance": {"whitespace_pattern": pattern}})
+
+
+_COMBINED = {"if", "then", "else", "dependentSchemas", "unevaluatedProperties", "patternProperties"}
+_BRANCHES = {"anyOf", "oneOf", "allOf", "$ref"}
+_NAMED = "properties", "$defs", "definitions"
+_ONE = "items", "additionalProperties"
+_SEVERAL = "anyOf", "oneOf", "allOf", "prefixItems"
+"""Keywords with schemas by their names, with one, and with a list of them."""
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have no properties but those that it names, unless it says so: as
+    llama.cpp, and with it ollama, reads one. Where parts of a schema hold for the same object, none of them
+    names all of its properties, so it stays as it is."""
+    level: list[Any] = [schema]
+    for _ in range(DEEPEST):  # What is deeper is refused.
+        if any(_overlaps(one) for one in level):
+            return schema
+        level = [part for one in level for part in _parts(one)]
+    made: dict[str, Any] = _closed(schema, 0)
+    return made
+
+
+def _overlaps(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    several = schema.get("allOf")
+    return (
+        bool(schema.keys() & _COMBINED)
+        or ("properties" in schema and bool(schema.keys() & _BRANCHES))
+        or (isinstance(several, list) and len(several) > 1)
+    )
+
+
+def _parts(schema: Any) -> list[Any]:
+    """Return the schemas in a schema."""
+    if not isinstance(schema, dict):
+        return []
+    found = [schema[name] for name in _ONE if name in schema]
+    for name in _NAMED:
+        if isinstance(named := schema.get(name), dict):
+            found += named.values()
+    for name in _SEVERAL:
+        if isinstance(several := schema.get(name), list):
+            found += several
+    return found
+
+
+def _closed(schema: Any, depth: int) -> Any:
+    if not isinstance(schema, dict) or depth > DEEPEST:
+        return schema
+    made = dict(schema)
+    for name in schema.keys() & {*_ONE}:
+        made[name] = _closed(schema[name], depth + 1)
+    for name in _NAMED:
+        if isinstance(named := schema.get(name), dict):
+            made[name] = {key: _closed(one, depth + 2) for key, one in named.items()}
+    for name in _SEVERAL:
+        if isinstance(several := schema.get(name), list):
+            made[name] = [_closed(one, depth + 2) for one in several]
+    required, named = schema.get("required", []), schema.get("properties")
+    if not isinstance(named, dict) or not isinstance(required, list):
+        return made
+    if all(isinstance(one, str) and one in named for one in required):
+        made.setdefault("additionalProperties", False)
+    return made
