@@ -382,10 +382,11 @@ def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole)
         record_runs=plan.record_runs,
         role=role,
     )
-    counts, runs = graphs.counts, graphs.runs
-    prompts = (
-        f", and prompts of up to {runs[0]} tokens, {len(runs)} of them" if runs and plan.record_runs else ""
-    )
+    counts, runs, mixed, prompts = graphs.counts, graphs.runs, graphs.mixed, ""
+    if plan.record_runs and runs:
+        prompts = f", prompts of up to {runs[0]} tokens, {len(runs)} of them"
+        if mixed:
+            prompts += f", and rows with prompts of up to {mixed[0]} tokens, {len(mixed)} of them"
     say(
         f"{whose}CUDA graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, "
         f"recorded in {graphs.seconds:.2f} s, {format_size(graphs.bytes)}"

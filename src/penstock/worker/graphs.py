@@ -275,6 +275,11 @@ class DecodeGraphs:
         """Return the numbers of a run's tokens, the largest first."""
         return self._runs
 
+    @property
+    def mixed(self) -> tuple[int, ...]:
+        """Return the numbers of tokens of steps of rows and short runs, the largest first."""
+        return self._step.mixed
+
     def record(self, *, record_runs: bool, early: bool) -> None:
         """Record all steps. Nothing else may compute meanwhile; no group moves, and results are meaningless.
 
