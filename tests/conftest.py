@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,9 +36,10 @@ if not Path("/dev/nvidiactl").exists():
 # What is made while tests are looked for stays: going through it again and again would find nothing.
 gc.disable()
 
-# A thread that is woken waits for its turn. Else gloo's interrupts the one that sends, which holds a lock, and spins for
-# the lock until its own time is over: a tenth of what tests with several ranks computed.
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# A thread that is woken waits for its turn. Else gloo's interrupts the one that sends, which holds a lock, and
+# spins for the lock until its own time is over: a tenth of what tests with several ranks computed.
+with suppress(AttributeError, OSError):  # Where there is no such policy, or none may be set.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # As the first model sets it: processes are forked from one of the same environment (see forks).
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -424,7 +424,8 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hasty]:
 @pytest.mark.parametrize("begun", [b"", b"{", b"{" * 40_000])
 def test_a_client_that_stalls_is_told(hasty: Hasty, begun: bytes) -> None:
     """All of several at once."""
-    place, question = urlsplit(hasty.url), (
+    place = urlsplit(hasty.url)
+    question = (
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 1000000\r\n\r\n"
     )
