@@ -36,8 +36,8 @@ if not Path("/dev/nvidiactl").exists():
 # What is made while tests are looked for stays: going through it again and again would find nothing.
 gc.disable()
 
-# A thread that is woken waits for its turn. Else gloo's interrupts the one that sends, which holds a lock, and
-# spins for the lock until its own time is over: a tenth of what tests with several ranks computed.
+# A thread that is woken waits for its turn. Else gloo's interrupts the one that sends, which holds a lock,
+# and spins for the lock until its own time is over: a tenth of what tests with several ranks computed.
 with suppress(AttributeError, OSError):  # Where there is no such policy, or none may be set.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
