@@ -332,5 +332,5 @@ def _tensors_at_peak(work: Callable[[], object]) -> int:
     finally:
         threads = _disable_profiler_legacy()
     # Negative where memory is freed, 0 for other events, of which there are thousands.
-    changes = map(methodcaller("cpu_memory_usage"), chain.from_iterable(threads))
+    changes: Iterator[int] = map(methodcaller("cpu_memory_usage"), chain.from_iterable(threads))
     return max(accumulate(changes, initial=0))
