@@ -461,7 +461,7 @@ leader.close()
         ranks = [process.pid, int(process.stdout.readline())]
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(3.0)
         for pid in ranks:  # Rank 0 looks before the other can give a sign.
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.5)
