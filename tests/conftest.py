@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,11 @@ if not Path("/dev/nvidiactl").exists():
 
 # What is made while tests are looked for stays: going through it again and again would find nothing.
 gc.disable()
+
+# A thread that is woken waits for its turn. Else gloo's interrupts the one that sends, which holds a lock,
+# and spins for the lock until its own time is over: a tenth of what tests with several ranks computed.
+with suppress(AttributeError, OSError):  # Where there is no such policy, or none may be set.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # As the first model sets it: processes are forked from one of the same environment (see forks).
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -126,19 +132,21 @@ def why_no_gpu() -> str:
     return "" if torch.cuda.is_available() else f"needs a CUDA device; torch {torch.__version__} sees none"
 
 
-_imported, _file = 0, Path()
-"""Modules that were there, and the file whose tests ran, when what stays was last set apart from garbage."""
+_imported, _file, _full = 0, Path(), 0
+"""Modules that were there, the file whose tests ran, and full collections there had been, when what stays was
+last set apart from garbage."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Several workers share the cores, and sums in one thread come out the same on every machine size. What
-    was imported stays, and what earlier files have made: every model that is loaded collects garbage, and
-    going through all that would take longer than most tests."""
-    global _imported, _file
-    if len(sys.modules) > _imported + 5 or item.path != _file:
+    was imported stays, and what earlier files and a few dozen models have made: every model that is loaded
+    collects garbage, and going through all that would take longer than most tests."""
+    global _imported, _file, _full
+    collected = gc.get_stats()[2]["collections"]
+    if len(sys.modules) > _imported + 5 or item.path != _file or collected > _full + 25:
         gc.collect()
         gc.freeze()
-        _imported, _file = len(sys.modules), item.path
+        _imported, _file, _full = len(sys.modules), item.path, collected
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

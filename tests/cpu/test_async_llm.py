@@ -194,10 +194,12 @@ def test_a_loop_that_ends_takes_only_its_own_requests(llm: AsyncLLM, expected: l
         found.append(stream)
 
     async def main() -> None:
+        before = (await llm.stats()).output_tokens
         whole = asyncio.create_task(llm.generate(PROMPTS, SHORT))
         await asyncio.to_thread(other)
         assert [one.tokens for one in await whole] == expected
         await idle(llm)
+        assert (await llm.stats()).output_tokens - before < LONG.max_tokens // 2
 
     asyncio.run(main())
     assert found

@@ -480,7 +480,7 @@ def test_a_rank_that_is_gone_before_it_meets_the_others_is_not_waited_for() -> N
     """As it would be otherwise, for as long as a collective may take: what waits for it is left to itself. It
     has all closed in the end."""
     with nothing_left():
-        crew = launch(2, absent, patience=LONG, timeout=10.0)
+        crew = launch(2, absent, patience=LONG, timeout=5.0)
         with contextlib.closing(crew), pytest.raises(DeviceError, match="rank 1 of 2 was killed by SIGKILL"):
             crew.group(CPU)
         assert "penstock meeting" in {thread.name for thread in threading.enumerate()}

@@ -423,19 +423,26 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hasty]:
 
 @pytest.mark.parametrize("begun", [b"", b"{", b"{" * 40_000])
 def test_a_client_that_stalls_is_told(hasty: Hasty, begun: bytes) -> None:
+    """All of several at once."""
     place = urlsplit(hasty.url)
-    for _ in range(4):
-        with socket.create_connection((place.hostname, place.port), LONG) as connection:
-            connection.sendall(
-                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                b"Content-Length: 1000000\r\n\r\n" + begun
-            )
+    question = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 1000000\r\n\r\n"
+    )
+    with ExitStack() as opened:
+        connections = [
+            opened.enter_context(socket.create_connection((place.hostname, place.port), LONG))
+            for _ in range(4)
+        ]
+        for connection in connections:
+            connection.sendall(question + begun)
+        for connection in connections:
             answer = b""
             while part := connection.recv(1 << 16):
                 answer += part
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert answer.count(b"HTTP/1.1") == 1
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert answer.count(b"HTTP/1.1") == 1
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 def test_a_body_that_stalls_ends(tmp_path: Path) -> None:
