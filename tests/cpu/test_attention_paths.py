@@ -5,6 +5,8 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from penstock.ops.attention.inputs import (
     QueryRun,
     RowGroup,
     Rows,
+    RunBatch,
     RunTree,
 )
 from penstock.ops.kernels import plain_torch, triton_kernels
@@ -162,6 +165,30 @@ def mixed(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     return changed(made, rows=rows_of([one], [7], window), runs=runs)
 
 
+def together(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """A row, and runs that are attended to together: what begins a sequence, and what does not."""
+    return batched([(0, 6, 1), (0, 0, 5), (0, 29, 4), (0, 3, 2), (0, 0, 9)], dim_v, dtype, window)
+
+
+def fresh(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
+    """A row, and runs that begin their sequences."""
+    return batched([(0, 6, 1), (0, 0, 5), (0, 0, 3), (0, 0, 1)], dim_v, dtype, window)
+
+
+def batched(
+    sequences: list[tuple[int, int, int]], dim_v: int, dtype: torch.dtype, window: int | None
+) -> Step:
+    made, (one, *others) = step(sequences, dim_v, dtype)
+    runs, at = list[QueryRun](), 1
+    for blocks, (_, start, count) in zip(others, sequences[1:], strict=True):
+        runs.append(QueryRun(at, count, start, torch.tensor(blocks)))
+        at += count
+    width = max(map(len, others))
+    table = torch.tensor([blocks + [0] * (width - len(blocks)) for blocks in others], dtype=torch.int32)
+    batch = RunBatch(runs, range(len(runs)), table, torch.from_numpy)
+    return changed(made, rows=rows_of([one], [7], window), runs=tuple(runs), batches=(batch,))
+
+
 def tiles(dim_v: int, window: int | None, dtype: torch.dtype) -> Step:
     """A chunk behind a cold tile and tokens in pages."""
     made, [blocks] = step([(8, 4, 5)], dim_v, dtype)
@@ -271,6 +298,31 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(penstock.ops.attention.dense, "_tile_kernels", lambda x: triton_kernels("tiles"))
 
 
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """In the place of the library's attention for GPUs: so many runs were given to it at a time."""
+    given = list[int]()
+
+    def attended(
+        q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float,
+        *, causal: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        borders = ends[0].tolist()
+        assert (ends[1].tolist(), longest) == (borders, (max(np.diff(borders)),) * 2)
+        given.append(len(borders) - 1)
+        parts = [
+            dense_reference(q[a:b], k[a:b], v[a:b], LayerAttention(scale), causal=causal)
+            for a, b in pairwise(borders)
+        ]
+        out, lse = (torch.cat(some) for some in zip(*parts, strict=True))
+        return out, lse
+
+    monkeypatch.setattr(penstock.ops.attention.dense, "_flash", attended)
+    monkeypatch.setattr(penstock.ops.attention.dense, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(penstock.ops.attention.dense, "_suits_flash", lambda q, v: True)
+    return given
+
+
 def exact(made: Step, window: int | None, cap: float | None) -> tuple[Tensor, Tensor]:
     wanted = [
         attend_exactly(q, k, v, SCALE, window, cap) for q, (k, v) in zip(made.q, made.seen, strict=True)
@@ -334,10 +386,85 @@ def test_every_path_with_native_kernels(path: Path, window: int | None, dtype: t
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
+    ("path", "window", "cap", "at_once"),
+    [
+        (fresh, None, None, True),
+        (fresh, 5, None, True),
+        (fresh, 4, None, False),
+        (fresh, None, 1.0, False),
+        (together, None, None, False),
+        (together, 100, None, False),
+    ],
+)
+def test_whole_runs_are_given_to_the_library_together(
+    path: Path, window: int | None, cap: float | None, at_once: bool, flash: list[int]
+) -> None:
+    """Where no window cuts them, no cap changes scores and nothing comes before them. With sinks too."""
+    check(path, DIM, window, cap=cap)
+    assert set(flash) == ({3} if at_once else set())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_runs_that_are_too_many_or_read_too_much_are_attended_to_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = triton_kernels("attention")
+    assert module is not None
+    runs, given = module.paged_runs, list[int]()
+
+    def noted(q: Tensor, *args: object, **more: object) -> Tensor:
+        given.append(len(q))
+        return runs(q, *args, **more)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(module, "paged_runs", noted)
+    check(together, DIM, None)
+    assert set(given) == {20}
+    for name, least in (("MOST_PIECES", 3), ("suits_run", lambda tokens, stop, *_: stop < 33)):
+        given.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(penstock.ops.attention.attend, name, least)
+            check(together, DIM, None)
+        assert not given
+
+
+@pytest.mark.usefixtures("kernels")
+def test_pieces_that_come_from_the_host_are_not_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that begins before others have ended would read them before they have come."""
+    module = triton_kernels("attention")
+    early, launch = list[bool](), module.decode  # type: ignore[union-attr]
+
+    class Noted:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            def launched(*args: object, **more: Any) -> None:
+                early.append(more["EARLY"])
+                launch[grid](*args, **(more | {"EARLY": False, "OVERLAP": False}))
+
+            return launched
+
+    monkeypatch.setattr(module, "uses_pdl", lambda: True)
+    monkeypatch.setattr(module, "pdl_launch_options", lambda early: {})
+    monkeypatch.setattr(module, "decode", Noted())
+    made = together(DIM, None, torch.float32)
+    write(made.k, made.v, made.cache, made.inputs)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "join", Nothing())
+        attend(made.q, made.k, made.v, made.cache, made.inputs, LayerAttention(SCALE), made)
+    assert early == [True, False], "rows, then pieces"
+
+
+class Nothing:
+    """A kernel that is launched and does nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **more: None
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
     ("path", "window", "cap"),
     [
         (path, window, cap)
-        for number, path in enumerate((*PATHS, placed))
+        for number, path in enumerate((*PATHS, placed, together, fresh))
         for window in (None, 6)
         for cap in CAPS
         if not (path is chosen and window is not None)  # A policy chooses where there is none.

@@ -133,6 +133,9 @@ def test_what_is_long_or_a_tree_or_beyond_pages_is_attended_to_by_itself() -> No
     assert batches(runs[:2]) == batches(runs[5:]) == batches([]) == []
     tree = RunTree(0, (0,), NEWEST, {})
     assert batches([*runs[1:4], replace(runs[4], tree=tree), *runs[4:6]]) == [range(3), range(4, 6)]
+    far = replace(runs[4], start=1 << 16)
+    assert batches([*runs[1:4], far, *runs[4:6]]) == [range(3), range(4, 6)]
+    assert batches([*runs[1:4], replace(far, start=1 << 15), *runs[4:6]]) == [range(6)]
     assert batches([*runs[1:4], replace(runs[4], paged=False), *runs[4:6]]) == [range(3), range(4, 6)]
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.memory.sending import SendBuffer, read_into, seen_by, send
+from penstock.memory import sending
+from penstock.memory.sending import SendBuffer, StagingTurns, read_into, seen_by, send
 
 CPU = torch.device("cpu")
 PARTS, SIZE = 4, 256
@@ -150,6 +151,53 @@ def test_an_interrupt_leaves_it_usable() -> None:
         with interrupted(world):
             assert world.send(np.arange(8) + 1000 * number + 1)
             world.run(world.streams[0])
+
+
+class LateDevice:
+    """Reads what it is given when it is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queue = deque[tuple[torch.Tensor, torch.Tensor]]()
+        self.read, self.number = list[list[int]](), 0
+        device = self
+
+        class Event:
+            at = 0
+
+            def record(self) -> None:
+                self.at = device.number
+
+            def synchronize(self) -> None:
+                device.run(self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(sending, "read_into", self.later)
+
+    def later(self, target: torch.Tensor, seen: torch.Tensor, pinned: torch.Tensor) -> None:
+        self.queue.append((target, pinned))
+        self.number += 1
+
+    def run(self, upto: int) -> None:
+        while len(self.read) < upto:
+            target, pinned = self.queue.popleft()
+            target.copy_(pinned)
+            self.read.append(target.tolist())
+
+
+@pytest.mark.parametrize("turns", [1, 2, 8])
+def test_however_many_steps_are_under_way_each_reads_its_own_numbers(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, target = LateDevice(monkeypatch), torch.zeros(4, dtype=torch.int32)
+    staging = StagingTurns(4, CPU, turns)
+    staging._marked = True
+    given = [[step, step + 1, step + 2, step + 3][: 1 + step % 4] for step in range(30)]
+    for numbers in given:
+        staging.lend(len(numbers)).numpy()[:] = numbers
+        staging.read_into(target[: len(numbers)])
+    assert len(device.read) == 30 - turns, "as many as there are buffers wait for the device"
+    device.run(30)
+    assert device.read == given
 
 
 def test_integers_are_read_into_a_tensor() -> None:

@@ -60,6 +60,39 @@ def read_into(target: Tensor, seen: Tensor | None, pinned: Tensor) -> None:
         torch.bitwise_or(seen[: len(pinned)], 0, out=target)
 
 
+class StagingTurns:
+    """Lends pinned memory for a step's numbers, which go to a place that never changes.
+
+    Why this is safe. Buffers are lent in turns. A mark is made behind what reads one, and waited for before
+    it is lent again: however many steps are under way, none reads what a later one is given.
+    """
+
+    def __init__(self, size: int, device: torch.device, turns: int = 8) -> None:
+        """size: int32 numbers of a step. turns: buffers, so many steps may wait for the device before the
+        host does."""
+        pinned = device.type == "cuda"
+        self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(turns)]
+        self._seen = [seen_by(device, buffer) for buffer in self._buffers]
+        self._marks: list[torch.cuda.Event | None] = [None] * turns
+        self._marked, self._turn = pinned, 0
+
+    def lend(self, count: int) -> Tensor:
+        """Lend a buffer of so many numbers, when the device has read it."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        if (mark := self._marks[self._turn]) is not None:
+            mark.synchronize()
+        return self._buffers[self._turn][:count]
+
+    def read_into(self, target: Tensor) -> None:
+        """Copy what was lent last, from its beginning, to a tensor on the device."""
+        read_into(target, self._seen[self._turn], self._buffers[self._turn][: len(target)])
+        if self._marked:
+            mark = self._marks[self._turn]
+            if mark is None:
+                mark = self._marks[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record()
+
+
 class SendBuffer:
     """Holds arrays in pinned memory until kernels have read them. Any thread may call it."""
 

@@ -9,6 +9,8 @@ For one KV head of 128 in bfloat16 they are 128 MiB.
 """
 
 
+MOST_PIECES = 4096
+"""Most pieces of runs that are attended to together: kernels are compiled for no more."""
 _MOST_READ_BY_ROWS = 1 << 16
 """Largest number of keys that the tokens of a draft may read, each by itself."""
 

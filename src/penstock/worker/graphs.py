@@ -37,7 +37,7 @@ from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.garbage import no_collection
 from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back
-from penstock.memory.sending import read_into, seen_by
+from penstock.memory.sending import StagingTurns
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StateInputs, StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
 _COUNTERS = 256
 """Most tiles of a product that programs may share."""
-_IN_FLIGHT = 2
-"""Steps that may be under way at once."""
 _WHERE = 4
 """Numbers of a step's inputs before those of its rows: a run's first position and its tokens, and padding."""
 
@@ -101,14 +99,9 @@ class DecodeStep:
         most = max(rows, *self.mixed, 0)
         self._nobody = len(table) - 1
         device = table.device
-        pinned, size = (
-            device.type == "cuda",
-            _WHERE + FIELDS * max(most, *run_counts(decoder.spec, tokens), 0) + 2 * rows,
-        )
+        size = _WHERE + FIELDS * max(most, *run_counts(decoder.spec, tokens), 0) + 2 * rows
         self._given = torch.zeros(size, dtype=torch.int32, device=device)
-        self._staging = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
-        self._seen = [seen_by(device, staging) for staging in self._staging]
-        self._turn = 0
+        self._staging = StagingTurns(size, device)
         self._arrivals = torch.zeros(
             most * max(plane.heads for layer in set(pool.layout.planes) for plane in layer),
             dtype=torch.int32,
@@ -124,21 +117,21 @@ class DecodeStep:
     def give(self, shares: Sequence[Share], count: int) -> None:
         """Send the inputs of a step of `count` rows. Each share may have one new page at most; where any has
         several tokens, all new pages must be in the table."""
-        staging = self._next(_WHERE + FIELDS * count)
+        staging = self._staging.lend(_WHERE + FIELDS * count)
         self._fill(staging, shares, count)
-        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
+        self._staging.read_into(self._given[: len(staging)])
 
     def give_mixed(self, shares: Sequence[Share], count: int) -> None:
         """Send the inputs of a step of rows and runs, of `count` tokens, each of which is a row. All new
         pages must be in the table."""
-        staging = self._next(_WHERE + FIELDS * count + 2 * self._rows)
+        staging = self._staging.lend(_WHERE + FIELDS * count + 2 * self._drawn(count))
         self._fill(staging, shares, count)
-        wanted, rows = staging.numpy()[_WHERE + FIELDS * count :].reshape(2, self._rows)
+        wanted, rows = staging.numpy()[_WHERE + FIELDS * count :].reshape(2, -1)
         used = len(shares)
         wanted[:used] = np.cumsum([len(share.tokens) for share in shares]) - 1
         rows[:used] = [share.row for share in shares]
         wanted[used:], rows[used:] = 0, self._nobody
-        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
+        self._staging.read_into(self._given[: len(staging)])
 
     def _fill(self, staging: Tensor, shares: Sequence[Share], count: int) -> None:
         fields = _fields(staging, count)
@@ -157,7 +150,7 @@ class DecodeStep:
 
         Its new pages must be in the table. None is all padding.
         """
-        staging = self._next(_WHERE + FIELDS * count)
+        staging = self._staging.lend(_WHERE + FIELDS * count)
         fields, used = _fields(staging, count), len(share.tokens) if share else 0
         staging.numpy()[:_WHERE] = share.start if share else 0, used, 0, 0
         if share:
@@ -166,18 +159,13 @@ class DecodeStep:
             fields[2, :used] = share.tokens
         fields[:3, used:] = [[self._nobody], [-1], [0]]
         fields[3:] = [[self._nobody], [0], [0]]
-        read_into(self._given[: len(staging)], self._seen[self._turn], staging)
+        self._staging.read_into(self._given[: len(staging)])
 
     def suits(self, share: Share) -> bool:
         """Tell whether a run is attended to in pages. The answer is the same on all ranks."""
         spec = self.spec
         head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
         return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
-
-    def _next(self, count: int) -> Tensor:
-        """Return a staging buffer of so many numbers. The last step that used it has ended."""
-        self._turn = (self._turn + 1) % _IN_FLIGHT
-        return self._staging[self._turn][:count]
 
     def compute(self, count: int, weights: Weights, *, adapted: bool = False) -> None:
         """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest.
@@ -195,12 +183,16 @@ class DecodeStep:
         )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
+    def _drawn(self, count: int) -> int:
+        """Return the most that may be drawn in a step of rows and runs."""
+        return min(self._rows, count)
+
     def compute_mixed(self, count: int, weights: Weights) -> None:
         """Compute the step of rows and runs of `count` tokens: logits and likeliest tokens behind the last
         token of each share, which become the newest of its row."""
         _, placed = self._place(count)
         begin = _WHERE + FIELDS * count
-        wanted, of = self._given[begin : begin + 2 * self._rows].view(2, self._rows)
+        wanted, of = self._given[begin : begin + 2 * self._drawn(count)].view(2, -1)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
         attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
         inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, wanted.long())

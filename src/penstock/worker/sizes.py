@@ -19,9 +19,9 @@ segments."""
 _MANY = 32
 _RUNS = (512, 256, 128, 64, 32, 16)
 """Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
-_MIXED = (1024, 768, 512, 384, 256, 192, 128, 64, 32)
+_MIXED = (1024, 768, 512, 384, 256, 128, 64, 32)
 """Tokens of recorded steps of rows and short runs."""
-_MOST_PASSING = 128 << 20
+_MOST_PASSING = 64 << 20
 """Bytes of activations and block tables that such a step may take."""
 
 
@@ -149,7 +149,7 @@ def graph_bytes(
     runs, mixed = run_counts(spec, tokens), mixed_counts(spec, dtype, tokens, blocks)
     most = max(rows, *runs, *mixed, 0)
     passing = (most * 2 * _width(spec) + rows * spec.vocab_size) * DTYPE_BYTES[dtype]
-    passing += max(mixed, default=0) * blocks * 4
+    passing += most * blocks * 4
     again = max((len(runs) + len(mixed)) * _GRAPH_BYTES, shared_bytes(rows) if shared else 0)
     beside = _STREAM_BYTES + len(row_counts(rows)) * _GRAPH_BYTES + again
     if lora is not None:

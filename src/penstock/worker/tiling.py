@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ops.attention.inputs import QueryRun
+from penstock.ops.runs import suits_run
 
 _LONG_RUN = 1024
 """Tokens from which a run keeps a device busy by itself."""
@@ -62,9 +63,15 @@ def batches(runs: Sequence[QueryRun]) -> list[range]:
     other."""
     found, begin = [], 0
     for end in range(len(runs) + 1):
-        if end < len(runs) and runs[end].paged and runs[end].tree is None and runs[end].count < _LONG_RUN:
+        if end < len(runs) and runs[end].paged and runs[end].tree is None and _is_short(runs[end]):
             continue
         if end - begin > 1:
             found.append(range(begin, end))
         begin = end + 1
     return found
+
+
+def _is_short(run: QueryRun) -> bool:
+    """Tell whether a run leaves the device waiting for its launch, and reads no more than a kernel over pages
+    may, whatever the heads."""
+    return run.count < _LONG_RUN and (not run.start or suits_run(run.count, run.start + run.count, 64, 1))

@@ -39,7 +39,7 @@ from penstock.ops.attention.inputs import (
 )
 from penstock.ops.attention.tree import attend_tree, fold_before
 from penstock.ops.kernels import native_kernels, triton_kernels
-from penstock.ops.runs import suits_run
+from penstock.ops.runs import MOST_PIECES, run_tokens, suits_run
 
 
 class Attended(NamedTuple):
@@ -217,7 +217,9 @@ def _attend_batch(
         _put(result, queries, _with_sinks(part, layer))
         return True
     group, head_bytes = q.shape[1] // k.shape[1], q.shape[2] * q.element_size()
-    if not all(suits_run(run.count, run.start + run.count, group, head_bytes) for run in batch.runs):
+    pieces = sum([-(-run.count // run_tokens(group, head_bytes)) for run in batch.runs])
+    fits = (suits_run(run.count, run.start + run.count, group, head_bytes) for run in batch.runs)
+    if pieces > MOST_PIECES or not all(fits):
         return False
     lse = None if result.lse is None else result.lse[queries]
     kernels.paged_runs(own[0], cache, batch, layer, out=result.out[queries], lse=lse)

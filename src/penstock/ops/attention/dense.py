@@ -81,9 +81,13 @@ def attend_fresh(
     ends: where each run ends, behind a zero, int32 `[runs + 1]`.
     longest: tokens of the longest run.
     """
-    if not q.is_cuda or layer.cap is not None or not _suits_flash(q, v):
+    if not _is_on_gpu(q) or layer.cap is not None or not _suits_flash(q, v):
         return None
     return _flash(q, k, v, (ends, ends), (longest, longest), layer.scale, causal=True)
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _suits_flash(q: Tensor, v: Tensor) -> bool:
