@@ -44,7 +44,7 @@ from penstock.sched.scheduler import Scheduler, Storage
 from penstock.step.plan import Plan
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.views import Blank
-from penstock.worker import ahead, graphs
+from penstock.worker import ahead
 from penstock.worker.runner import Runner
 from penstock.worker.warmup import kernel_steps, largest_step, small_steps
 from worlds import sampling
@@ -119,8 +119,7 @@ def pretended() -> Iterator[None]:
         patched.enter_context(patch.object(parts, "streams_both_ways", lambda _: (CallerStream(),) * 3))
         patched.enter_context(patch.object(carrier, "more_streams", lambda *_: (CallerStream(),) * 2))
         patched.enter_context(patch.object(Arena, "_register", lambda *_: None))
-        for sends in (sending, graphs):
-            patched.enter_context(patch.object(sends, "seen_by", lambda _, pinned: pinned))
+        patched.enter_context(patch.object(sending, "seen_by", lambda _, pinned: pinned))
         patched.enter_context(patch.object(dense, "dense", dense.dense_reference))
         patched.enter_context(patch.object(dense, "_flash", _blank_flash))
         for module in (experts, few_bits_experts):

@@ -183,6 +183,12 @@ class DecodeStep:
         )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
+    def computations(self, rows: int, tokens: int) -> list[Callable[[Weights], None]]:
+        """Return what would be recorded, without adapters. rows, tokens: as for the step."""
+        found: list[Callable[[Weights], None]] = [partial(self.compute, count) for count in row_counts(rows)]
+        found += [partial(self.compute_run, count) for count in run_counts(self.spec, tokens)]
+        return found + [partial(self.compute_mixed, count) for count in self.mixed]
+
     def _drawn(self, count: int) -> int:
         """Return the most that may be drawn in a step of rows and runs."""
         return min(self._rows, count)

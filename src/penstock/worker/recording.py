@@ -67,6 +67,7 @@ class Program:
         self._acts.append(self._graph.replay)
 
     def take(self, group: GroupId) -> GroupViews:
+        """Lend a group's weights to what is recorded; where they move, the program is cut."""
         views, moves = self._standing.take(group), self._standing.moves(group)
         if (
             moves or self._released
@@ -79,6 +80,7 @@ class Program:
         return views
 
     def release(self, group: GroupId) -> None:
+        """Give a group back."""
         self._standing.release(group)
         if self._standing.moves(group):
             self._released.append(group)
@@ -89,10 +91,12 @@ class Program:
         self._note_released()
 
     def replay(self) -> None:
+        """Compute the pass again."""
         for act in self._acts:
             act()
 
     def close(self) -> None:
+        """Release what was recorded."""
         self._acts.clear()
         self._graph = None
 

@@ -32,7 +32,7 @@ from penstock.worker.graphs import DecodeGraphs, DecodeStep
 from penstock.worker.inputs import StepTensors
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.sampler import Drawn, fetched
-from penstock.worker.sizes import HEAD_ROWS, StepSizes, row_counts, run_counts
+from penstock.worker.sizes import HEAD_ROWS, StepSizes
 from penstock.worker.trees import Move, compact, moves_of
 from penstock.worker.warmup import draft_step, kernel_steps, largest_step, long_steps, small_steps, tree_step
 
@@ -137,9 +137,7 @@ class Runner:
             rows = sizes.rows(self.target.decoder.spec)
             with self._here(), torch.inference_mode():
                 step = self.target.decode_step(rows, tokens, sizes.max_length)
-            steps = [partial(step.compute, count) for count in row_counts(rows)]
-            steps += [partial(step.compute_run, count) for count in run_counts(step.spec, tokens)]
-            for compute in (*steps, *[partial(step.compute_mixed, count) for count in step.mixed]):
+            for compute in step.computations(rows, tokens):
                 yield partial(self._as_recorded, step, compute, weights)
 
     def _as_recorded(self, step: DecodeStep, compute: Callable[[Weights], None], weights: Weights) -> None:
