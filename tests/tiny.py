@@ -337,6 +337,10 @@ def load(
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation="eager"
     )
+    for module in model.modules():  # Some versions compute with the usual values, whatever a config says.
+        if type(module).__name__ == "GptOssExperts":
+            module.alpha = getattr(config, "swiglu_alpha", module.alpha)
+            module.limit = getattr(config, "swiglu_limit", module.limit)
     return model.to(device).eval()
 
 
