@@ -408,7 +408,8 @@ def test_a_chat_of_ollama_is_that_of_the_chats_whole_and_streamed(server: Server
     assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert pieces[-1].eval_count == 8
     # However busy the machine is, so many tokens do not come at once.
-    assert len(list(llama.chat("speaker", TALK, options=options | {"num_predict": 60}, stream=True))) > 4
+    long = list(llama.chat("speaker", TALK, options=options | {"num_predict": 60}, stream=True))
+    assert len(long) > 4
 
 
 def test_thoughts_and_calls_come_apart(server: Server, llama: Any) -> None:
