@@ -1,15 +1,17 @@
 """Whatever is wrong with a model, a setting or a prompt is said in one line, as an error of its kind, and
 nothing else suffers."""
 
+import copy
 import inspect
 import json
 import logging
 import math
+import pickle
 import pydoc
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -682,6 +684,16 @@ def test_an_argument_that_is_not_known_is_answered_with_what_was_meant(
     with pytest.raises(TypeError) as refused:
         made(**{name: 1})
     assert str(refused.value) == f"{made.__name__}() got an unexpected keyword argument {name!r}; {said}"
+
+
+def test_settings_that_are_changed_say_that_they_cannot_be() -> None:
+    params = SamplingParams(temperature=0.5)
+    for name, said in (("temperature", ""), ("temperatur", "; did you mean temperature?")):
+        with pytest.raises(FrozenInstanceError) as refused:
+            setattr(params, name, 1.0)
+        assert str(refused.value) == f"SamplingParams cannot be changed; make another one{said}"
+    assert replace(params, temperature=0.0).temperature == 0.0
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
 
 
 def test_help_shows_no_places_of_this_machine_and_lines_of_a_usual_length() -> None:

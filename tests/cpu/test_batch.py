@@ -317,6 +317,51 @@ def test_files_that_cannot_be_used_are_refused(llm: LLM, tmp_path: Path, what: s
         assert target.read_text() == '{"precious": "data"}\n'
 
 
+@pytest.mark.parametrize(
+    "precious",
+    [
+        b'{"precious": "data"}',
+        b"a word",
+        bytes(range(40, 50)),
+        b'{"id": "batch_req-1", "custom_id": "a"}',
+        line("a", prompt="Hello").encode(),
+        line("a", prompt="Hello").encode() + b"\n",
+    ],
+)
+def test_a_file_of_something_else_is_left_as_it_is(precious: bytes, tmp_path: Path) -> None:
+    """Also where its only line has no end, as JSON is written, and where it holds requests."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text(line("a", prompt="Hello"))
+    target.write_bytes(precious)
+    with pytest.raises(ConfigError, match="out has a line that is no answer of a batch; name another file"):
+        Batch(source, target)
+    assert target.read_bytes() == precious
+
+
+def test_answers_go_to_another_file_than_that_of_requests(tmp_path: Path) -> None:
+    source, same = tmp_path / "in", tmp_path / "same"
+    source.write_text(line("a", prompt="Hello"))
+    same.symlink_to(source)
+    for target in (source, same):
+        with pytest.raises(ConfigError, match="is the file of requests, too; name another one"):
+            Batch(source, target)
+    assert source.read_text() == line("a", prompt="Hello")
+
+
+def test_an_answer_that_was_cut_anywhere_is_made_again(llm: LLM, tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    asked = [line("a", prompt="Hello", max_tokens=2), line("b", prompt="Hi", max_tokens=2)]
+    source.write_text("\n".join(asked))
+    Batch(source, target).run(llm, NAMES)
+    whole = target.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in (1, 5, 17, 40, first - 1, first, first + 1, len(whole) - 1):
+        target.write_bytes(whole[:end])
+        batch = Batch(source, target)
+        assert target.read_bytes() == (whole[:first] if end >= first else b"")
+        assert batch.run(llm, NAMES) == Tally(2, 2, 0)
+
+
 @pytest.mark.parametrize("first", ["served", "refused", "no request"])
 def test_of_lines_with_one_id_none_is_lost_wherever_the_run_ends(
     llm: LLM, tmp_path: Path, first: str

@@ -79,14 +79,15 @@ def test_the_memory_of_kv_is_given_back(tmp_path: Path) -> None:
         assert (again.tokens, again.cached_tokens) == (before, 0)
 
 
+@patch.object(TransferRates, "loading_pays", lambda *_: True)
+@patch.object(TransferRates, "computed_first", lambda *_: 0)
 def test_prefixes_on_lower_tiers_are_found_again(tmp_path: Path) -> None:
     host = {"host_kv_memory": "8MiB", "kv_store": "eager", "block_size": 16}
     prompt = PROMPTS[1]
     with LLM(tiny.checkpoint("qwen3"), **SETTINGS | host) as llm:  # type: ignore[arg-type]
         before = llm.generate(prompt, PARAMS)[0].tokens
-        engine = llm.booted.engine
-        while engine.scheduler.tiers.moving:  # On a busy machine blocks may be on their way to the host.
-            engine.step()
+        while llm.driver.moving:  # On a busy machine blocks may be on their way to the host.
+            llm.driver.advance()
         llm.sleep()
         llm.wake_up()
         again = llm.generate(prompt, PARAMS)[0]

@@ -661,5 +661,8 @@ def test_the_licence_is_that_of_the_card(hub: Hub) -> None:
     shutil.copytree(found.path, "plain")
     Path("plain/README.md").write_bytes(FILES["README.md"])
     assert (details("plain").licence, details("plain").name) == ("mit", "plain")
+    before = details("plain").size
+    Path("plain/weights.bin").write_bytes(bytes(5000))  # As a pack has it.
+    assert details("plain").size == before + 5000
     shutil.copytree("plain", "hf.co/plain")  # Not owner and name behind the address: a directory.
     assert details("hf.co/plain").path == Path("hf.co/plain")

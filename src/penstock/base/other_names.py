@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import FrozenInstanceError
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -169,5 +170,11 @@ def named_arguments(made: Made) -> Made:
             raise TypeError(f"{made.__name__}() got an unexpected keyword argument {name!r}{meant}")
         init(self, *args, **kwargs)
 
+    def __setattr__(self: object, name: str, value: object) -> None:
+        meant = "" if name in known else unknown_argument(name, known)
+        raise FrozenInstanceError(f"{made.__name__} cannot be changed; make another one{meant}")
+
     made.__init__ = __init__  # type: ignore[misc]
+    if getattr(made, "__dataclass_params__", None) and made.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        made.__setattr__ = __setattr__  # type: ignore[assignment]
     return made

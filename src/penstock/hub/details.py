@@ -13,6 +13,7 @@ from penstock.hub.inventory import BROKEN, WHOLE
 from penstock.hub.models import ask, local, shape_in, wanted_of
 from penstock.hub.names import ModelName
 from penstock.weights.gguf.files import GGUFFiles, is_gguf
+from penstock.weights.pieces import STORE
 
 _CARD, _TEMPLATES = "README.md", ("chat_template.jinja", "chat_template.json")
 _LICENCE = re.compile(r"^license:[ \t]*([\w.+-]+)[ \t]*$", re.MULTILINE)
@@ -71,7 +72,8 @@ def details(text: str) -> ModelDetails:
 def _files(path: Path) -> list[Path]:
     """Return the files of a model that is here."""
     if not is_gguf(path):
-        return [file for file in path.iterdir() if file.suffix in (".safetensors", ".json", ".jinja")]
+        suffixes = (".safetensors", ".json", ".jinja")
+        return [file for file in path.iterdir() if file.suffix in suffixes or file.name == STORE]
     with GGUFFiles(path, whole=False) as files:
         return [one.path for one in files.files]
 

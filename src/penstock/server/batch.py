@@ -38,6 +38,8 @@ KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {
 _AHEAD = 2
 """Outputs that are queued at a time, for each that the engine computes at a time: enough that it never
 waits."""
+_BEGIN = b'{"id":"batch_req-'
+"""Each answer begins so, and no other line may be taken for one that was cut short."""
 _DONE, _CROWDED = 200, 429
 """Statuses of answers: of one that was made, and of a line for which there was no time."""
 
@@ -112,6 +114,9 @@ class Batch:
     def __init__(self, source: Path, target: Path) -> None:
         """Find what has been answered. Raise ConfigError for files that cannot be used."""
         self._source, self._target = source, target
+        with suppress(OSError):
+            if source.samefile(target):
+                raise ConfigError(f"{target} is the file of requests, too; name another one for the answers")
         self._kept = self._resumed()
         self.lines, self.answered, self.failed = 0, 0, 0
 
@@ -187,9 +192,10 @@ class Batch:
         try:
             with self._target.open("rb+") as out:
                 for line in out:
-                    if line[-1:] != b"\n":
+                    cut = line[-1:] != b"\n"
+                    if cut and (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
                         break
-                    found = _answer(line)
+                    found = None if cut else _answer(line)
                     if found is None:
                         raise ConfigError(
                             f"{self._target} has a line that is no answer of a batch; name another file, or "
@@ -339,7 +345,8 @@ def _answer(line: bytes) -> dict[str, Any] | None:
         found = msgspec.json.decode(line)
     except msgspec.DecodeError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("custom_id"), str) else None
+    ours = isinstance(found, dict) and isinstance(found.get("custom_id"), str) and "response" in found
+    return found if ours else None
 
 
 def _line(custom_id: str, status: int, body: Answer) -> bytes:

@@ -3,12 +3,15 @@ share tiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ops.attention.inputs import QueryRun
 from penstock.ops.runs import suits_run
+
+if TYPE_CHECKING:
+    from penstock.ops.attention.inputs import QueryRun
 
 _LONG_RUN = 1024
 """Tokens from which a run keeps a device busy by itself."""
@@ -58,7 +61,7 @@ def stretches(tables: Sequence[Table], most: int) -> list[Stretch]:
     return found
 
 
-def batches(runs: Sequence[QueryRun]) -> list[range]:
+def batches(runs: "Sequence[QueryRun]") -> list[range]:
     """Return which runs may be attended to together: short ones in pages, two or more one behind the
     other."""
     found, begin = [], 0
@@ -71,7 +74,7 @@ def batches(runs: Sequence[QueryRun]) -> list[range]:
     return found
 
 
-def _is_short(run: QueryRun) -> bool:
+def _is_short(run: "QueryRun") -> bool:
     """Tell whether a run leaves the device waiting for its launch, and reads no more than a kernel over pages
     may, whatever the heads."""
     return run.count < _LONG_RUN and (not run.start or suits_run(run.count, run.start + run.count, 64, 1))
