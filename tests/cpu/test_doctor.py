@@ -185,6 +185,9 @@ def test_a_checkup_of_a_model_that_is_not_there_yet(bare: Path) -> None:
     assert "the weights leave no room for KV" in text
     assert "temporary file" in text
     assert os.listdir(bare) == ["config.json"]
+    for few_bits, said in (("C", "our own in C"), ("torch", "none of our own; plain torch computes")):
+        assert said in describe(replace(found, kernels=(), few_bits=few_bits))
+    assert "our own: linear" in describe(replace(found, kernels=("linear",), few_bits="Triton"))
 
 
 def test_the_command_speaks_json_in_one_line(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -290,6 +290,13 @@ def describe(found: Checkup) -> str:
     )
 
 
+def _kernels(found: Checkup) -> str:
+    """Say which kernels of ours compute."""
+    if found.kernels:
+        return f"our own: {', '.join(found.kernels)}"
+    return "our own in C, compiled here" if found.few_bits == "C" else "none of our own; plain torch computes"
+
+
 def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
     it = found.machine
     triton = f"Triton {it.triton}" if it.triton else "no Triton"
@@ -307,12 +314,7 @@ def _machine_rows(found: Checkup) -> list[tuple[str, str]]:
         ),
         ("software", f"penstock {source}, Python {it.python}, torch {it.torch}, {triton}"),
         ("computes on", found.name),
-        (
-            "kernels",
-            f"our own: {', '.join(found.kernels)}"
-            if found.kernels
-            else "none of our own; plain torch computes",
-        ),
+        ("kernels", _kernels(found)),
         ("few bits", f"products with weights of few bits by {_BY[found.few_bits]}"),
     ]
     return rows + [("note", note) for note in found.notes]
