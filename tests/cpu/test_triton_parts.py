@@ -159,12 +159,16 @@ def test_whatever_is_late(slots: int, ring: int, late: str) -> None:
     ],
 )
 def test_every_wait_is_needed(never: str, late: str) -> None:
-    for removed in ("", never):
+    def all_right(removed: str) -> bool:
         with world(2, 2, **{late: LATE}) as made:
             for chosen in ({0, 1, 2, 3, 4}, {3, 4, 5, 6, 7}):
                 for layer in range(LAYERS):
                     made.layer(layer, chosen, removed)
-            assert made.all_right() == (not removed)
+            return made.all_right()
+
+    assert all_right("")
+    # On a busy machine what is late may be in time, by chance.
+    assert not all(all_right(never) for _ in range(5))
 
 
 def test_what_was_fetched_when_a_step_was_broken_off_is_waited_for() -> None:
