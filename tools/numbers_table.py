@@ -115,8 +115,11 @@ def rows(results: Results) -> Iterator[Row]:
     yield from resident(results)
     for card in ("h200", "h100"):
         yield from few_bits(results[f"{card}_few_bits"])
-    yield from two_devices(results["h200_tensor_parallel"]["2026-11-28"])
-    yield from server(results["h200_server_overhead"]["2026-11-28, 0.6B, 1,000 tokens"], "0.6B shape")
+    two = results["h200_tensor_parallel"]
+    streamed_by_two = two["2026-11-28, the ring that is taken"]["stream"]
+    yield from two_devices(two["2026-11-28"] | {"stream": streamed_by_two})
+    served = results["h200_server_overhead"]["2026-11-28, 0.6B, 1,000 tokens, prompts recorded beside rows"]
+    yield from server(served, "0.6B shape")
     yield from tiers(results["h200_prefix_tiers"])
     yield from streamed(results)
     yield from long_contexts(results)

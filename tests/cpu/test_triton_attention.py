@@ -42,6 +42,17 @@ from penstock.ops.triton.decode import _divided
 from penstock.ops.triton.tiles import fits_tile, fold_tile, merge_states
 from penstock.ops.triton.tuning import DecodeTuning
 
+TUNINGS = st.builds(
+    DecodeTuning,
+    tile=st.sampled_from([16, 32]),
+    warps=st.just(4),
+    depth=st.just(2),
+    workers_per_sm=st.integers(1, 6),
+    overlap=st.just(False),
+    least=st.integers(1, 2),
+)
+"""Ways to cut the work on runs."""
+
 
 class TestPagedDecode:
     @pytest.mark.parametrize(
@@ -394,15 +405,7 @@ class TestRun:
         heads=st.integers(6, 30),
         block_size=st.sampled_from([1, 16, 64]),
         window=st.none() | st.integers(1, 200),
-        tuning=st.builds(
-            DecodeTuning,
-            tile=st.sampled_from([16, 32]),
-            warps=st.just(4),
-            depth=st.just(2),
-            workers_per_sm=st.integers(1, 6),
-            overlap=st.just(False),
-            least=st.integers(1, 2),
-        ),
+        tuning=TUNINGS,
         seed=st.integers(0, 99),
     )
     def test_cut_anywhere(
@@ -452,15 +455,7 @@ class TestSeveralRuns:
         heads=st.integers(6, 30),
         block_size=st.sampled_from([1, 16, 64]),
         window=st.none() | st.integers(1, 100),
-        tuning=st.builds(
-            DecodeTuning,
-            tile=st.sampled_from([16, 32]),
-            warps=st.just(4),
-            depth=st.just(2),
-            workers_per_sm=st.integers(1, 6),
-            overlap=st.just(False),
-            least=st.integers(1, 2),
-        ),
+        tuning=TUNINGS,
         seed=st.integers(0, 99),
     )
     def test_cut_anywhere(

@@ -51,7 +51,7 @@ def test_readme_has_the_table_that_the_results_make(numbers: ModuleType) -> None
         ("h200_execution", ("2026-11-23, gaps explained", "decode", "8B, batch 64", "dtype"), "float16"),
         (
             "h200_tensor_parallel",
-            ("2026-11-28", "stream", "2 ranks", "streaming", "copied_per_pass"),
+            ("2026-11-28, the ring that is taken", "stream", "2 ranks", "streaming", "copied_per_pass"),
             14e9,
         ),
         ("h200_weight_streaming", ("machine", "batch_32", "context"), 16),

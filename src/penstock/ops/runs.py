@@ -35,7 +35,7 @@ def suits_run(tokens: int, stop: int, group: int, head_bytes: int) -> bool:
     return -(-tokens // run_tokens(group, head_bytes)) * stop <= _MOST_READ
 
 
-def suit_rows(runs: Iterable[tuple[int, int]]) -> bool:
+def suits_rows_together(runs: Iterable[tuple[int, int]]) -> bool:
     """Tell whether runs of a step, of so many tokens which end there, should be attended to as rows: as
     `suits_rows` says of each, and all of them together."""
     read = [tokens * stop for tokens, stop in runs]

@@ -43,7 +43,7 @@ from penstock.models.inputs import StateInputs, StepInputs, Weights
 from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
 from penstock.ops.kernels import counting, pdl_launches
 from penstock.ops.rope import RotaryAngles
-from penstock.ops.runs import suit_rows, suits_rows, suits_run
+from penstock.ops.runs import suits_rows, suits_rows_together, suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
@@ -400,7 +400,7 @@ class DecodeGraphs:
             or share.kind is ShareKind.VERIFY
             for share in plan.shares
         )
-        return not any(odd) and suit_rows((len(run.tokens), run.stop) for run in runs)
+        return not any(odd) and suits_rows_together((len(run.tokens), run.stop) for run in runs)
 
     def _fits_run(self, share: Share) -> bool:
         chunk = share.kind is ShareKind.CHUNK and share.sample
