@@ -334,6 +334,8 @@ def load(
     config = transformers.AutoConfig.from_pretrained(path)
     for key, value in changed.items():
         setattr(config, key, value)
+    if getattr(config, "rotary_dim", None):  # Some versions rotate whole heads then.
+        config.rope_parameters.setdefault("partial_rotary_factor", config.rotary_dim / config.head_dim)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation="eager"
     )

@@ -15,7 +15,7 @@ from triton import knobs
 
 import tiny
 from penstock import LLM, SamplingParams
-from penstock.api import llm as api
+from penstock.api import opening as api
 from penstock.arch.layout import group_layouts
 from penstock.base.config import Config
 from penstock.bench.shapes import SHAPES

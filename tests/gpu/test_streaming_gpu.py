@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import tiny
 from penstock import LLM, Completion, SamplingParams
-from penstock.api import llm as api
+from penstock.api import opening as api
 from penstock.arch.layout import Field, GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.trace import Trace
 from penstock.engine.boot import boot

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.worker.tiling import Stretch, stretches
+from penstock.worker.tiling import Stretch, in_one, stretches
 
 Ids = tuple[int, ...]
 
@@ -146,3 +146,11 @@ def test_long_tables_that_part_late_and_many_that_part_everywhere() -> None:
     # own.
     many = [[*common[:at], 100_000 + at] for at in range(1, 400)]
     assert len(check([common[:400], *many], 1024)) == 2 * 399 + 1
+
+
+def test_rows_in_one_array_begin_where_kernels_expect_it() -> None:
+    rows = [np.array(row, np.int32) for row in ([5], [], [7, 8, 9], [1, 2], [4])]
+    flat, places = in_one(rows)
+    assert [flat[place].tolist() for place in places] == [row.tolist() for row in rows]
+    assert all(place.start * flat.itemsize % 16 == 0 for place in places)
+    assert in_one([])[1] == []

@@ -33,7 +33,7 @@ from penstock.ops.attention.inputs import (
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share, ShareKind
 from penstock.worker.tables import BlockTables
-from penstock.worker.tiling import Stretch, Table, batches, stretches
+from penstock.worker.tiling import Stretch, Table, batches, in_one, stretches
 from penstock.worker.trees import run_tree
 
 Ints = NDArray[np.int64]
@@ -397,24 +397,22 @@ class InputBuilder:
         )
 
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[QueryRun, ...]:
-        runs = []
-        for at, share in zip(first, shares, strict=True):
-            if share.kind is not ShareKind.DECODE:
-                paged = not share.near
-                begin, end = (0, share.stop) if paged else (share.cold_start, share.start)
-                table = self._table[share.row, begin // self._block_size : -(-end // self._block_size)]
-                runs.append(
-                    QueryRun(
-                        int(at),
-                        len(share.tokens),
-                        share.start,
-                        self._send(table.astype(np.int64)),
-                        paged,
-                        begin,
-                        run_tree(share, self._windows, self._device),
-                    )
-                )
-        return tuple(runs)
+        size = self._block_size
+        found = [pair for pair in zip(first, shares, strict=True) if pair[1].kind is not ShareKind.DECODE]
+        spans = [(share.cold_start, share.start) if share.near else (0, share.stop) for _, share in found]
+        rows = [
+            self._table[share.row, begin // size : -(-end // size)]
+            for (_, share), (begin, end) in zip(found, spans, strict=True)
+        ]
+        if not found:
+            return ()
+        flat, places = in_one(rows)
+        sent = self._send(flat)
+        return tuple(
+            QueryRun(int(at), len(share.tokens), share.start, sent[place], not share.near, begin, tree)
+            for (at, share), (begin, _), place in zip(found, spans, places, strict=True)
+            for tree in [run_tree(share, self._windows, self._device)]
+        )
 
     def _batches(self, runs: Sequence[QueryRun], shares: Sequence[Share]) -> Iterator[RunBatch]:
         for index in batches(runs):

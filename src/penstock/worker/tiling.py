@@ -61,6 +61,17 @@ def stretches(tables: Sequence[Table], most: int) -> list[Stretch]:
     return found
 
 
+def in_one(rows: Sequence[Table]) -> tuple[NDArray[np.int64], list[slice]]:
+    """Return all rows in one array, which is sent to a device at once, and where each is. Each begins at a
+    multiple of 16 bytes, which kernels are compiled for."""
+    begins = np.cumsum([0, *(len(row) + len(row) % 2 for row in rows)])
+    flat = np.zeros(begins[-1], np.int64)
+    places = [slice(int(begin), int(begin) + len(row)) for begin, row in zip(begins[:-1], rows, strict=True)]
+    for place, row in zip(places, rows, strict=True):
+        flat[place] = row
+    return flat, places
+
+
 def batches(runs: "Sequence[QueryRun]") -> list[range]:
     """Return which runs may be attended to together: short ones in pages, two or more one behind the
     other."""

@@ -272,7 +272,9 @@ def _attended(
     if arrivals is not None:
         return out
     wide = heads * cut.tokens
-    rows, parts = (1, 64) if cut.count * wide <= 1024 else (min(4, triton.next_power_of_2(wide)), 4)
+    # Batches of runs, small or large, have one kernel, so that none is compiled when a large one comes.
+    few = cut.count * wide <= 1024 and not cut.several
+    rows, parts = (1, 64) if few else (min(4, triton.next_power_of_2(wide)), 4)
     join[(triton.cdiv(wide, rows), cut.count)](
         out,
         part_lse if lse is None else lse,
