@@ -51,7 +51,7 @@ what was copied in part is copied over, on the same stream.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,8 +77,14 @@ from penstock.memory.arena import Arena
 from penstock.memory.streams import Stream, Ticket
 from penstock.step.plan import HostBlockId
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 _FEW = 4
 """Runs of a tile that are copied one by one: a strided copy of a run is faster than its blocks as pieces."""
+_MOST_VIEWS = 4096
+"""Views of slots and of host memory that a ring keeps: a step's tiles are mostly those of the step before,
+and to make their views anew takes a tenth of the host's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,15 @@ class TileRing:
             for slot in self._slots
         ]
         """The planes by slot and layer, `[tile_tokens, heads, width]`."""
+        kinds = {
+            one: [rows_in_slot(slot, one, self._capacity) for slot in self._slots] for one in layout.placed
+        }
+        self._rows = [[kinds[one][at] for one in layout.placed] for at in range(slots)]
+        """Where the planes' bytes lie, by slot and layer, `[blocks, bytes in a block]`."""
+        self._copied: dict[tuple[int, int, Run], tuple[tuple[Tensor, Tensor], ...]] = {}
+        """What a run of blocks on the host is copied from, and to, by slot and layer."""
+        self._lent: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
+        """What is lent of a slot and layer, by keys."""
         self._ready: list[Ticket | None] = [None] * slots
         """A ticket behind the last copy to each slot."""
         self._read: list[Ticket | None] = [None] * slots
@@ -241,13 +256,15 @@ class TileRing:
         layer, tile = step.visits[visit][0], step.tiles[step.visits[visit][1]]
         layout, planes = self._pool.layout, self._views[slot][layer]
         if layout.rounded_from:
-            count, placed = len(tile.blocks), layout.placed[layer]
-            rests = rows_in_slot(self._slots[slot], placed, self._capacity)
-            for one, rows, plane in zip(placed, rests, planes, strict=True):
+            count = len(tile.blocks)
+            for one, rows, plane in zip(layout.placed[layer], self._rows[slot][layer], planes, strict=True):
                 blocks = plane.view(-1, layout.block_size, *plane.shape[1:])
                 expand(rows[:count], one, blocks[:count])
+        lent = _kept(
+            self._lent, (slot, layer, tile.keys), lambda: tuple(plane[: tile.keys] for plane in planes)
+        )
         step.taken = visit + 1
-        return tuple(plane[: tile.keys] for plane in planes)
+        return lent
 
     def release(self) -> None:
         """Give the tile back: the arithmetic that was queued until now was the last to need it."""
@@ -266,6 +283,14 @@ class TileRing:
     def _name(self, visit: int) -> str:
         layer, tile = self._step.visits[visit]
         return f"kv.{layer}.{tile}"
+
+    def _halves(
+        self, slot: int, layer: int, run: Run, staged: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
+        def made() -> tuple[tuple[Tensor, Tensor], ...]:
+            return tuple(halves(self._pool, layer, run, staged, self._rows[slot][layer]))
+
+        return made() if staged is not None else _kept(self._copied, (slot, layer, run), made)
 
     def _fill(self, needed: int = 0) -> None:
         """Queue the copies for which slots are free: those of the first `needed` visits, and others unless a
@@ -288,9 +313,8 @@ class TileRing:
                 found = pieces(pool, layer, step.tiles[tile].blocks, self._capacity)
                 self._copies.copy_pieces(self._slots[slot], pool.bytes, found)
             else:
-                planes = rows_in_slot(self._slots[slot], pool.layout.placed[layer], self._capacity)
                 for run in step.runs[tile]:
-                    for host, device in halves(pool, layer, run, staged, planes):
+                    for host, device in self._halves(slot, layer, run, staged):
                         self._copies.copy_rows(device, host)
             ready = self._copies.mark()
             if number is not None and self._disk is not None:
@@ -301,6 +325,16 @@ class TileRing:
             self.copied_bytes += size
             self._ready[slot] = ready
             step.queued += 1
+
+
+def _kept(views: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """Return the views that are kept by a key, or make them and keep them."""
+    found = views.get(key)
+    if found is None:
+        if len(views) >= _MOST_VIEWS:
+            views.clear()
+        found = views[key] = make()
+    return found
 
 
 class Outbox:

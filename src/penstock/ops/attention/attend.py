@@ -280,7 +280,7 @@ def _fold_tiles(
     assert tiles is not None, "a step with cold tiles needs someone to take them from"
     assert inputs.cold
     for tile in passing:
-        k, v = (x[: tile.keys] for x in tiles.take())
+        k, v = (x if x.shape[0] == tile.keys else x[: tile.keys] for x in tiles.take())
         if rows and tile.rows:
             _fold_into_rows(rows, q, k, v, tile, inputs.cold.positions, layer)
         for index in tile.runs:
