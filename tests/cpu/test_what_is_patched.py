@@ -1,4 +1,4 @@
-"""Tests that only a GPU can run patch names of the project. A name that has moved is found here, without one."""
+"""Tests that only a GPU can run patch names of the project. One that has moved is found here, without a GPU."""
 
 import ast
 import importlib
