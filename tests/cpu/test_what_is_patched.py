@@ -1,4 +1,4 @@
-"""Tests that only a GPU can run patch names of the project. One that has moved is found here, without a GPU."""
+"""Tests that only a GPU can run patch names of the project; one that has moved is found here."""
 
 import ast
 import importlib
