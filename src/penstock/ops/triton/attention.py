@@ -5,6 +5,7 @@ and one set of strides: `_attended` asserts it.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -17,7 +18,7 @@ from penstock.ops.runs import run_tokens
 from penstock.ops.triton.decode import decode
 from penstock.ops.triton.joins import join
 from penstock.ops.triton.scores import score_factor
-from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
+from penstock.ops.triton.tuning import DecodeTuning, cdiv, decode_tuning, multiprocessors, next_power_of_2
 
 _FEW = 4
 """Sequences up to which a second launch joins parts.
@@ -50,7 +51,7 @@ def scratch_bytes(
     """
     per_sm = max(decode_tuning(dim, element, block_size).workers_per_sm, _ALONE)
     workers = max(multiprocessors(device) * per_sm // kv_heads, 1)
-    cols: int = max(16, triton.next_power_of_2(dim))
+    cols = max(16, next_power_of_2(dim))
     return workers * 2 * heads * run_tokens(heads // kv_heads, dim * element) * (cols + 1) * 4
 
 
@@ -92,9 +93,8 @@ def paged_decode(
     if tuning is None:
         if len(q) <= _FEW:  # A second launch costs less than one program that joins the parts of many.
             arrivals = None
-        tuning = decode_tuning(dim, q.element_size(), block_size)
-        if arrivals is None:
-            tuning = replace(tuning, least=1, workers_per_sm=max(tuning.workers_per_sm, _ALONE))
+        choose = decode_tuning if arrivals is not None else _alone_tuning
+        tuning = choose(dim, q.element_size(), block_size)
     cut = _Cut(rows.table, len(q), 1, rows.max_length, rows.lengths, arrivals=arrivals)
     return _attended(q, cache, cut, layer, tuning, out, lse)
 
@@ -168,9 +168,20 @@ class _Cut:
     several: bool = False
 
 
+@lru_cache(maxsize=64)
+def _alone_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
+    """Choose as `decode_tuning`, where a second launch joins."""
+    tuning = decode_tuning(head_dim, itemsize, block_size)
+    return replace(tuning, least=1, workers_per_sm=max(tuning.workers_per_sm, _ALONE))
+
+
 def _run_tuning(q: Tensor, cache: tuple[Tensor, Tensor]) -> DecodeTuning:
-    tuning = decode_tuning(q.shape[2], q.element_size(), cache[0].shape[1])
-    return replace(tuning, workers_per_sm=2, least=1)
+    return _tuning_of_runs(q.shape[2], q.element_size(), cache[0].shape[1])
+
+
+@lru_cache(maxsize=64)
+def _tuning_of_runs(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
+    return replace(decode_tuning(head_dim, itemsize, block_size), workers_per_sm=2, least=1)
 
 
 def _run_cut(
@@ -178,7 +189,7 @@ def _run_cut(
 ) -> _Cut:
     tokens, heads, dim = q.shape
     together = run_tokens(heads // cache[0].shape[2], dim * q.element_size())
-    count = triton.cdiv(tokens, together)
+    count = cdiv(tokens, together)
     return _Cut(blocks[None].expand(count, -1), count, together, longest, where, start)
 
 
@@ -206,12 +217,12 @@ def _attended(
     window, tree = layer.window, cut.tree
     seen = cut.longest if window is None else min(cut.longest, window + cut.tokens - 1 + tuning.tile)
     wanted = multiprocessors(q.device) * tuning.workers_per_sm
-    workers = _workers(kv_heads, cut.count, triton.cdiv(max(seen, 1), tuning.tile), wanted)
-    cols = max(16, triton.next_power_of_2(dim))
+    workers = _workers(kv_heads, cut.count, cdiv(max(seen, 1), tuning.tile), wanted)
+    cols = max(16, next_power_of_2(dim))
     part_out = torch.empty(workers, 2, heads * cut.tokens, cols, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(workers, 2, heads * cut.tokens, dtype=torch.float32, device=q.device)
     ends = torch.empty(cut.count + 1 if arrivals is None else 0, dtype=torch.int32, device=q.device)
-    join_rows = triton.next_power_of_2(group)
+    join_rows = next_power_of_2(group)
     overlap = (tuning.overlap or early) and arrivals is None
     run = 3 if cut.several else 1 if cut.lengths is None else 2 if cut.start < 0 else 0
     decode[(kv_heads, workers)](
@@ -247,7 +258,7 @@ def _attended(
         TOKENS=cut.tokens,
         RUN=run,
         TREE=tree is not None,
-        ROWS=max(16, triton.next_power_of_2(group * cut.tokens)),
+        ROWS=max(16, next_power_of_2(group * cut.tokens)),
         DIM=dim,
         COLS=cols,
         BLOCK=block_size,
@@ -274,8 +285,8 @@ def _attended(
     wide = heads * cut.tokens
     # Batches of runs, small or large, have one kernel, so that none is compiled when a large one comes.
     few = cut.count * wide <= 1024 and not cut.several
-    rows, parts = (1, 64) if few else (min(4, triton.next_power_of_2(wide)), 4)
-    join[(triton.cdiv(wide, rows), cut.count)](
+    rows, parts = (1, 64) if few else (min(4, next_power_of_2(wide)), 4)
+    join[(cdiv(wide, rows), cut.count)](
         out,
         part_lse if lse is None else lse,
         part_out,
@@ -377,8 +388,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         *v_cache.stride()[:3],
         HEADS=heads,
         DIM=dim,
-        ROWS=triton.next_power_of_2(heads),
-        COLS=triton.next_power_of_2(dim),
+        ROWS=next_power_of_2(heads),
+        COLS=next_power_of_2(dim),
         BLOCK=k_cache.shape[1],
         num_warps=4,
     )

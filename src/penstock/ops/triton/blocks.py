@@ -29,7 +29,7 @@ from penstock.ops.triton.dequantise_blocks import dequantise as dequantise
 from penstock.ops.triton.dequantise_blocks import reads as reads
 from penstock.ops.triton.dequantise_blocks import resting_parts
 from penstock.ops.triton.pointwise import silu
-from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.tuning import cdiv, multiprocessors, next_power_of_2
 
 MOST_ROWS = 64
 
@@ -256,12 +256,12 @@ def few_rows(
     assert x.stride(1) == 1, x.stride()
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
     each = 2 if kind.paired else 1
-    steps = triton.cdiv(units, each)
-    padded = max(8, triton.next_power_of_2(rows))
+    steps = cdiv(units, each)
+    padded = max(8, next_power_of_2(rows))
     tuning = tuning or blocks_tuning(padded, (height, steps), kind, multiprocessors(x.device))
     codes, high, heads = resting_parts(weight)
     joins, early = tuning.splits > 1, uses_pdl()
-    tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
+    tiles = cdiv(outer, tuning.cols // (2 if gated else 1))
     shared = tiles * tuning.splits * tuning.cols * padded
     ptx, registers = take_apart(kind, x.dtype)
     _few_rows[(tiles * tuning.splits,)](
@@ -325,8 +325,8 @@ def blocks_tuning(rows: int, shape: tuple[int, int], kind: BlockKind, many: int)
     many: multiprocessors.
     """
     outer, steps = shape
-    each = max(2, triton.cdiv(steps, max(1, 10 * many // triton.cdiv(outer, 32))))
-    splits = triton.cdiv(steps, each)
+    each = max(2, cdiv(steps, max(1, 10 * many // cdiv(outer, 32))))
+    splits = cdiv(steps, each)
     if rows <= 16:
         return BlocksTuning(32, splits, warps=2 if kind.paired and rows == 16 else 1)
     # Two units of more rows are more than registers hold, and their activations than some devices share.

@@ -20,6 +20,7 @@ from penstock.ops.triton.codes import (
     operands,
     scale_of,
 )
+from penstock.ops.triton.tuning import cdiv
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -154,7 +155,7 @@ def _launch(weight: Matrix, first: int, chosen: Tensor | None, out: Tensor) -> N
     words, zero, second = parts["codes"].view(torch.int32), parts.get("zero"), parts.get("second")
     scale, each = parts["scale"], 64
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-    _dequantise[(triton.cdiv(len(out), 16), triton.cdiv(words.shape[1], each))](
+    _dequantise[(cdiv(len(out), 16), cdiv(words.shape[1], each))](
         words,
         scale,
         scale if zero is None else zero,

@@ -21,6 +21,7 @@ from penstock.ops.triton.block_codes import (
     kind_of,
     level,
 )
+from penstock.ops.triton.tuning import cdiv
 
 
 @triton.jit
@@ -138,7 +139,7 @@ def dequantise(weight: Matrix, rows: slice, out: Tensor) -> None:
     kind = kind_of(format.type)
     codes, high, heads = resting_parts(weight, rows)
     many = format.units * (kind.unit * kind.bits // 32)
-    _dequantise[(triton.cdiv(len(out), 16), triton.cdiv(many, each))](
+    _dequantise[(cdiv(len(out), 16), cdiv(many, each))](
         codes, high, heads.view(torch.uint8), out, len(out), format.skip, weight.shape[1],
         codes.stride(0) // 4, out.stride(0), ROWS=16, EACH=each, TYPE=kind.type, UNIT=kind.unit,
         WORDS=kind.words, BITS=kind.bits, HIGH=kind.high, PAIRED=kind.paired, GROUP=kind.group,

@@ -25,6 +25,7 @@ from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activation_options
 from penstock.ops.triton.codes import FOUR_BITS, RUN_SCALES, CodeKind
 from penstock.ops.triton.few_bits_mma import MmaTuning
+from penstock.ops.triton.tuning import cdiv
 from penstock.ops.triton.warp_tiles import codes_options, tiles_of_products
 
 FEW_TOKENS = 8
@@ -192,13 +193,13 @@ def expert_columns(
     """
     outer, inner, gated = y.shape[1], x.shape[1], activation is not None
     table, order, blocks, part, moves = step
-    scales, scale_type = triton.cdiv(inner, min(kind.group, inner)), SCALE_TYPES[kind.scale_dtype]
+    scales, scale_type = cdiv(inner, min(kind.group, inner)), SCALE_TYPES[kind.scale_dtype]
     codes = codes_options(kind, inner, x.dtype, scales, wide=1)
     if codes["RAW"]:
         each = RUN_SCALES[kind.codes, kind.scales, kind.group]
         scales, scale_type = scales // each.itemsize, RAW_TYPES[each]
     fours = x.view(torch.int64)
-    tiles = triton.cdiv(outer, tuning.tiles * (8 if gated else 16))
+    tiles = cdiv(outer, tuning.tiles * (8 if gated else 16))
     _expert_columns[(len(part) * tiles,)](
         fours,
         table,

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.arch.spec import SWIGLU, Activation
 from penstock.ops.triton.activation import activated, activation_options
 from penstock.ops.triton.linear import one_row_tuning
+from penstock.ops.triton.tuning import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["first", "bound"])  # type: ignore[untyped-decorator]
@@ -106,7 +107,7 @@ def expert_row(
     outer, inner, gated = y.shape[1], x.shape[1], activation is not None
     table, order, blocks, part = step
     cols, stretch, warps = one_row_tuning(inner, gated, x.element_size())
-    _expert_row[(len(part) * triton.cdiv(outer, cols),)](
+    _expert_row[(len(part) * cdiv(outer, cols),)](
         x,
         table,
         order,
@@ -117,7 +118,7 @@ def expert_row(
         OUTER=outer,
         INNER=inner,
         COLS=cols,
-        STEP=min(stretch, triton.next_power_of_2(inner)),
+        STEP=min(stretch, next_power_of_2(inner)),
         TENSORS=table.shape[1],
         AT=at[0],
         BIAS=at[1],

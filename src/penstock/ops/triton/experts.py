@@ -22,6 +22,7 @@ from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.activation import activated, activation_options
 from penstock.ops.triton.expert_row import expert_row, suits
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ def products(
         **pdl_launch_options(uses_pdl()),
     }
     columns, depth, stages = _divided(tuning, 2 * inner, likely, x)
-    _gate_up[(count * triton.cdiv(inner, columns // 2),)](
+    _gate_up[(count * cdiv(inner, columns // 2),)](
         x,
         table,
         order,
@@ -281,7 +282,7 @@ def products(
         **more,
     )
     columns, depth, stages = _divided(tuning, hidden, likely, x)
-    _down[(count * triton.cdiv(hidden, columns),)](
+    _down[(count * cdiv(hidden, columns),)](
         h,
         table,
         order,
@@ -304,7 +305,7 @@ def _divided(tuning: ExpertTuning, width: int, blocks: int, x: Tensor) -> tuple[
     """Return columns, depth and stages where a matrix has `width` rows: of few blocks fewer columns each, and
     more of these at a time. As many stages as the device's shared memory holds."""
     columns, depth = tuning.columns, tuning.depth
-    while columns > _FEW_COLUMNS and blocks * triton.cdiv(width, columns) < _PROGRAMS:
+    while columns > _FEW_COLUMNS and blocks * cdiv(width, columns) < _PROGRAMS:
         columns //= 2
         if tuning.rows <= _FEW_ROWS and 2 * depth <= _DEEPEST:
             depth *= 2
@@ -355,8 +356,8 @@ def combine(y: Tensor, shares: Tensor) -> Tensor:
     assert shares.is_contiguous()
     out = torch.empty(tokens, hidden, dtype=y.dtype, device=y.device)
     if tokens:
-        cols = min(512, triton.next_power_of_2(hidden))
-        _combine[(tokens, triton.cdiv(hidden, cols))](
+        cols = min(512, next_power_of_2(hidden))
+        _combine[(tokens, cdiv(hidden, cols))](
             y,
             shares,
             out,

@@ -40,7 +40,7 @@ from penstock.ops.triton.few_bits_mma import MmaTuning, few_columns, mma_tuning
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import less, pairs_of
-from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.tuning import cdiv, multiprocessors, next_power_of_2
 from penstock.ops.triton.warp_tiles import reads_rows
 
 MOST_ROWS = 64
@@ -232,7 +232,7 @@ def few_rows(
     if isinstance(tuning, RowTuning) or (rows == 1 and tuning is None):
         return one_row(x, weight, bias, gated=gated, out=out, tuning=tuning)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     bits = 4 if kind.codes in FOUR_BITS else 8
     tuning = tuning or few_bits_tuning(
         padded, height, inner, multiprocessors(x.device), bits, shared_memory(x.device)
@@ -245,7 +245,7 @@ def few_rows(
     raw = not half and each is not None and group < tuning.step and scale.shape[1] % each.itemsize == 0
     scale = scale.view(each) if raw and each is not None else scale
     joins, early = tuning.splits > 1, uses_pdl()
-    tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
+    tiles = cdiv(outer, tuning.cols // (2 if gated else 1))
     shared = tiles * tuning.splits * tuning.cols * padded
     zero, second = parts.get("zero"), parts.get("second")
     ptx, registers = "", ""
@@ -325,6 +325,6 @@ def few_bits_tuning(rows: int, outer: int, inner: int, many: int, bits: int, sha
     cols, step = 128 if rows > 16 and outer >= 64 * many else 64, 128
     # Long rows pay for parts of few sums.
     programs = many * (4 if rows == 16 and inner >= 8192 else 2)
-    splits = max(1, min(8, programs // triton.cdiv(outer, cols), inner // 1024))
+    splits = max(1, min(8, programs // cdiv(outer, cols), inner // 1024))
     each = step * (2 * rows + cols * bits // 8)
     return FewBitsTuning(cols, step, splits, max(2, min(4 if rows == 16 else 3, shared * 4 // 5 // each)))

@@ -42,6 +42,7 @@ from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
 from penstock.ops.triton.few_bits_mma import MmaTuning
 from penstock.ops.triton.pointwise import in_turn
 from penstock.ops.triton.ptx import less, pairs_of
+from penstock.ops.triton.tuning import cdiv
 from penstock.ops.triton.warp_tiles import reads_rows
 
 BLOCK = 16
@@ -291,7 +292,7 @@ def _product(
     four, group = kind.codes in FOUR_BITS, WHOLE if kind.group >= inner else kind.group
     depth = tuning.depth if group > _SHALLOW else min(tuning.depth, _SHALLOW)
     depth = max(depth, 128 if four else 64)  # An operand has at least 16 words of each row.
-    scales, scale_type = triton.cdiv(inner, group), SCALE_TYPES[kind.scale_dtype]
+    scales, scale_type = cdiv(inner, group), SCALE_TYPES[kind.scale_dtype]
     each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
     half = x.dtype == torch.float16
     raw = each is not None and group < depth and scales % each.itemsize == 0 and x.dtype == torch.bfloat16
@@ -304,7 +305,7 @@ def _product(
         )
     stage = depth * (tuning.rows * x.element_size() + tuning.columns * (4 if four else 8) // 8)
     wide = tuning.columns // 2 if gated else tuning.columns
-    _expert_products[(len(step.part) * triton.cdiv(outer, wide),)](
+    _expert_products[(len(step.part) * cdiv(outer, wide),)](
         x,
         step.table,
         step.order,

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.matrix import Matrix
 from penstock.ops.triton.codes import E2M1, RUN_SCALES, kind_of
+from penstock.ops.triton.tuning import cdiv
 from penstock.ops.triton.warp_tiles import codes_options, reads_rows, tiles_of_products
 
 MOST_ROWS = 16
@@ -138,7 +139,7 @@ def few_columns(
     scale = scale.view(RUN_SCALES[kind.codes, kind.scales, kind.group]) if codes["RAW"] else scale
     zero, second, early = parts.get("zero"), parts.get("second"), uses_pdl()
     fours = x.view(torch.int64)
-    _few_columns[(triton.cdiv(outer, tuning.tiles * (8 if gated else 16)),)](
+    _few_columns[(cdiv(outer, tuning.tiles * (8 if gated else 16)),)](
         fours,
         words,
         scale,

@@ -35,7 +35,7 @@ from penstock.ops.triton.codes import (
 )
 from penstock.ops.triton.pointwise import silu
 from penstock.ops.triton.ptx import floats_of
-from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.tuning import cdiv, multiprocessors
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -260,7 +260,7 @@ def one_row(
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     zero, second = parts.get("zero"), parts.get("second")
     places, early = 8 if kind.codes in FOUR_BITS else 4, uses_pdl()
-    _one_row[(triton.cdiv(outer, tuning.rows * tuning.warps // (2 if gated else 1)),)](
+    _one_row[(cdiv(outer, tuning.rows * tuning.warps // (2 if gated else 1)),)](
         x,
         words,
         scale,

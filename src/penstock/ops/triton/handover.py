@@ -28,6 +28,7 @@ from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.row_classes import class_of
 from penstock.ops.slots import ExpertParts
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import next_power_of_2
 
 _LISTED = tl.constexpr(LISTED)
 _LOOKS = tl.constexpr(64)
@@ -219,10 +220,10 @@ def give(with_cpu: Handover, rows: StepRows, pairs: torch.Tensor, layer: int, pa
         x.stride(0),
         TOP_K=len(rows.order) // tokens,
         EXPERTS=experts,
-        EXPERT_COLS=max(16, triton.next_power_of_2(experts)),
+        EXPERT_COLS=max(16, next_power_of_2(experts)),
         MOST=box.most,
         ROWS=len(box.x),
-        TOKENS=min(triton.next_power_of_2(tokens), _TOKENS),
+        TOKENS=min(next_power_of_2(tokens), _TOKENS),
         COLS=_COLS,
         TIMED=TIMED,
         EARLY=early,
@@ -259,7 +260,7 @@ def _launch_take(with_cpu: Handover, parts: ExpertParts, times: torch.Tensor, ro
         with_cpu.limit,
         len(parts.tables),
         EXPERTS=times.shape[1] - 1,
-        COLS=min(triton.next_power_of_2(box.y.shape[1]), _ROW),
+        COLS=min(next_power_of_2(box.y.shape[1]), _ROW),
         TIMED=TIMED,
         EARLY=early,
         num_warps=1,

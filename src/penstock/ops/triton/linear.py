@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import counters, pdl_launch_options, uses_pdl
 from penstock.ops.triton.pointwise import silu
-from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.tuning import cdiv, multiprocessors, next_power_of_2
 
 MOST_ROWS = 64
 """Largest number of rows of `few_rows`."""
@@ -133,7 +133,7 @@ def one_row(
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device) if out is None else out
     cols, step, warps = tuning or one_row_tuning(inner, gated, x.element_size())
     early = uses_pdl()
-    _one_row[(triton.cdiv(outer, cols),)](
+    _one_row[(cdiv(outer, cols),)](
         x,
         weight,
         bias if bias is not None else x,
@@ -142,7 +142,7 @@ def one_row(
         weight.stride(0),
         INNER=inner,
         COLS=cols,
-        STEP=min(step, triton.next_power_of_2(inner)),
+        STEP=min(step, next_power_of_2(inner)),
         GATED=gated,
         BIASED=bias is not None,
         EARLY=early,
@@ -316,10 +316,10 @@ def few_rows(
     assert bias is None or (bias.shape == (len(weight),) and bias.stride(0) == 1)
     assert out is None or (out.shape == (rows, outer) and out.stride(1) == 1 and out.dtype == x.dtype)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     tuning = tuning or few_rows_tuning(padded, len(weight), inner, multiprocessors(x.device))
     assert inner % tuning.step == 0, (weight.shape, tuning)
-    tiles = triton.cdiv(outer, tuning.cols // (2 if gated else 1))
+    tiles = cdiv(outer, tuning.cols // (2 if gated else 1))
     joins, early = tuning.splits > 1, uses_pdl()
     parts = (
         torch.empty(tiles * tuning.splits * tuning.cols * padded, dtype=torch.float32, device=x.device)
@@ -394,7 +394,7 @@ def few_rows_tuning(rows: int, outer: int, inner: int, many: int) -> FewRowsTuni
     """
     left = rows > 32 and outer <= 32 * many
     cols = 32 if left else 64 if rows <= 32 or outer <= 64 * many else 128
-    tiles = triton.cdiv(outer, cols)
+    tiles = cdiv(outer, cols)
     splits = (
         max(1, min(4, inner // 512)) if 4 * tiles <= many or (rows <= 32 and 3 * tiles < 1.2 * many) else 1
     )

@@ -34,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.pointwise import silu
+from penstock.ops.triton.tuning import cdiv, next_power_of_2
 
 MOST_ROWS = 64
 """Largest number of rows of `add`."""
@@ -249,16 +250,16 @@ class _SumsCut:
     @classmethod
     def of(cls, rows: int, inner: int, rank: int) -> "_SumsCut":
         """Cut the sums of so many rows."""
-        ranks = min(_RANKS, max(16, triton.next_power_of_2(rank)))
-        padded = max(16, triton.next_power_of_2(rows))
+        ranks = min(_RANKS, max(16, next_power_of_2(rank)))
+        padded = max(16, next_power_of_2(rows))
         step = _NUMBERS // max(ranks, padded)
-        return cls(padded, step, ranks, triton.cdiv(rank, ranks), splits_of(inner, step))
+        return cls(padded, step, ranks, cdiv(rank, ranks), splits_of(inner, step))
 
 
 def _tile(b: Tensor, rank: int) -> dict[str, int]:
     """Return how many numbers of B a program of the second launch has at a time. Both kinds have the same, so
     that they add up in the same order."""
-    ranks = min(_RANKS // 2, int(triton.next_power_of_2(rank)))
+    ranks = min(_RANKS // 2, next_power_of_2(rank))
     return {"RANKS": ranks, "COLS": min(_COLS, _HELD // (ranks * b.itemsize)), "num_warps": 1}
 
 
@@ -315,7 +316,7 @@ def product(
     assert height == other, heights
     _check_outputs(y, heights)
     active = torch.empty(len(y), height, dtype=y.dtype, device=y.device)
-    _expand_gated[(triton.cdiv(height, tile["COLS"]), len(y))](
+    _expand_gated[(cdiv(height, tile["COLS"]), len(y))](
         low, b, slot_of, y, active, len(y), slots, rank, height, y.stride(0), active.stride(0),
         SPLITS=cut.splits, EARLY=then, **tile, **pdl_launch_options(then),
     )  # fmt: skip
@@ -357,7 +358,7 @@ def _launch_expand(
     parts, slots, rank, _ = a.shape
     _check_outputs(y, heights)
     several, then, tile = [*heights, 0, 0][:MOST_PARTS], uses_pdl(), _tile(b, rank)
-    _expand[(sum(triton.cdiv(height, tile["COLS"]) for height in heights), len(y))](
+    _expand[(sum(cdiv(height, tile["COLS"]) for height in heights), len(y))](
         low, b, slot_of, y, len(y), slots, rank, *several, y.stride(0),
         PARTS=parts, SPLITS=cut.splits, EARLY=then, **tile, **pdl_launch_options(then),
     )  # fmt: skip
@@ -375,4 +376,4 @@ def suits(x: Tensor, a: Tensor) -> bool:
 
 def splits_of(inner: int, step: int) -> int:
     """Return into how many parts sums of so many numbers are cut: a power of two, for one step in each."""
-    return min(_MOST_SPLITS, int(triton.next_power_of_2(triton.cdiv(inner, step))))
+    return min(_MOST_SPLITS, next_power_of_2(cdiv(inner, step)))

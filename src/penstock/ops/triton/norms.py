@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import next_power_of_2
 
 
 @triton.jit(do_not_specialize_on_alignment=["squares"])  # type: ignore[untyped-decorator]
@@ -94,7 +95,7 @@ def _launch(
     assert squares is None or (squares.shape == (len(qkv), 2) and squares.is_contiguous())
     if not len(qkv):
         return
-    cols, early = triton.next_power_of_2(max(widths)), uses_pdl()
+    cols, early = next_power_of_2(max(widths)), uses_pdl()
     _norm_together[(len(qkv), 2)](
         qkv,
         *gains,

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from penstock.ops.slots import ExpertParts, Places
+from penstock.ops.triton.tuning import next_power_of_2
 
 _SLACK = 20_000
 """Nanoseconds between two copies that count as one behind the other: the launches between them."""
@@ -87,12 +88,12 @@ class LinkPace:
             float(places.size),
             float(piece),
             self._rate,
-            COPIERS=triton.next_power_of_2(len(parts.done)),
+            COPIERS=next_power_of_2(len(parts.done)),
             num_warps=1,
         )
 
     def end_of_pieces(self, done: Tensor, piece: int) -> None:
         """Wait until as many pieces of so many bytes would have crossed since as `done` says."""
         _end_of_pieces[(1,)](
-            self._free, done, float(piece), self._rate, COPIERS=triton.next_power_of_2(len(done)), num_warps=1
+            self._free, done, float(piece), self._rate, COPIERS=next_power_of_2(len(done)), num_warps=1
         )

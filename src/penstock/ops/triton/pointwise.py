@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
+from penstock.ops.triton.tuning import cdiv, next_power_of_2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -84,9 +85,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     count = x.shape[0] * heads
     if count == 0:
         return y, stream
-    cols = triton.next_power_of_2(dim)
+    cols = next_power_of_2(dim)
     rows, early = max(1, 1024 // cols), uses_pdl()
-    _rms_norm[(triton.cdiv(count, rows),)](
+    _rms_norm[(cdiv(count, rows),)](
         x,
         stream,
         weight,
@@ -206,7 +207,7 @@ def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
     assert cos.dtype == sin.dtype == torch.float32
     if tokens == 0:
         return
-    rows, cols = triton.next_power_of_2(heads), triton.next_power_of_2(half)
+    rows, cols = next_power_of_2(heads), next_power_of_2(half)
     _rope[(tokens,)](
         q,
         k,
@@ -221,7 +222,7 @@ def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         HALF=half,
         COLS=cols,
         ROWS=rows,
-        KV_ROWS=triton.next_power_of_2(max(kv_heads, 1)),
+        KV_ROWS=next_power_of_2(max(kv_heads, 1)),
         num_warps=8 if rows * cols > 4096 else 4,
     )
 
@@ -355,10 +356,10 @@ def project(
     assert gains is None or (
         q_gain.shape == k_gain.shape == (dim,) and q_gain.stride(0) == k_gain.stride(0) == 1
     )
-    cols, rest_cols = triton.next_power_of_2(half), triton.next_power_of_2(max(rest, 1))
+    cols, rest_cols = next_power_of_2(half), next_power_of_2(max(rest, 1))
     most = max(1, 1024 // max(cols, rest_cols // 2))
-    rows, early = min(triton.next_power_of_2(max(heads, kv_heads)), most), uses_pdl()
-    _project[(tokens, triton.cdiv(heads, rows) + triton.cdiv(kv_heads, rows))](
+    rows, early = min(next_power_of_2(max(heads, kv_heads)), most), uses_pdl()
+    _project[(tokens, cdiv(heads, rows) + cdiv(kv_heads, rows))](
         qkv,
         q_gain,
         k_gain,
@@ -423,8 +424,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     y = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     if tokens == 0:
         return y
-    cols, early = min(1024, triton.next_power_of_2(width)), uses_pdl()
-    _silu_mul[(tokens, triton.cdiv(width, cols))](
+    cols, early = min(1024, next_power_of_2(width)), uses_pdl()
+    _silu_mul[(tokens, cdiv(width, cols))](
         gate_up,
         y,
         gate_up.stride(0),

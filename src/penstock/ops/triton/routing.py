@@ -18,6 +18,7 @@ from penstock.arch.spec import MoeSpec, Scoring
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.route import TINY
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import cdiv, next_power_of_2
 
 _CHUNK = 8192
 """Pairs that a program arranges at a time."""
@@ -198,7 +199,7 @@ def choose(logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tu
     if tokens == 0:
         return shares, chosen
     rows = max(1, min(8, 1024 // options["COLS"])) if tokens > 256 else 1
-    _choose[(triton.cdiv(tokens, rows),)](
+    _choose[(cdiv(tokens, rows),)](
         logits,
         correction if correction is not None else logits,
         chosen,
@@ -224,12 +225,12 @@ def _choice_options(logits: Tensor, moe: MoeSpec, correction: Tensor | None) -> 
         router
     )
     groups = router.groups if router.grouped else 1
-    group_cols = triton.next_power_of_2(groups)
+    group_cols = next_power_of_2(groups)
     return {
         "EXPERTS": experts,
-        "COLS": group_cols * triton.next_power_of_2(experts // groups),
+        "COLS": group_cols * next_power_of_2(experts // groups),
         "TOP": top_k,
-        "TOP_COLS": triton.next_power_of_2(top_k),
+        "TOP_COLS": next_power_of_2(top_k),
         "SIGMOID": router.scoring is Scoring.SIGMOID,
         "NORMALISE": router.normalise or router.scoring is Scoring.SOFTMAX_OF_CHOSEN,
         "CORRECTION": correction is not None,
@@ -305,7 +306,7 @@ def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Te
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     blocks = torch.empty(3, bound, dtype=torch.int32, device=device)
     counts = torch.empty(experts, dtype=torch.int32, device=device)
-    chunk = min(_CHUNK, max(128, triton.next_power_of_2(pairs)))
+    chunk = min(_CHUNK, max(128, next_power_of_2(pairs)))
     _arrange[(experts,)](
         chosen,
         order,
@@ -314,7 +315,7 @@ def arrange(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Te
         pairs,
         bound,
         EXPERTS=experts,
-        BINS=max(32, triton.next_power_of_2(experts + 1)),
+        BINS=max(32, next_power_of_2(experts + 1)),
         CHUNK=chunk,
         ROWS=rows,
         WIDE=32,
@@ -397,7 +398,7 @@ def route(
         counts,
         **options,
         ROWS=1,
-        BINS=triton.next_power_of_2(experts),
+        BINS=next_power_of_2(experts),
         EARLY=uses_pdl(),
         num_warps=4 if options["COLS"] >= 512 else 1,
         **pdl_launch_options(uses_pdl()),

@@ -62,6 +62,7 @@ from penstock.ops.triton.bins import (
 )
 from penstock.ops.triton.gumbel import LARGEST, race, read_key, run_words
 from penstock.ops.triton.threshold import draw_tokens
+from penstock.ops.triton.tuning import cdiv, next_power_of_2
 
 _CHUNK = 4096
 """Tokens of a program."""
@@ -289,8 +290,8 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
     draws, vocab, device = len(asked), logits.shape[1], logits.device
     if draws == 0:
         return
-    chunk = min(_CHUNK, max(2 * _GROUP, triton.next_power_of_2(vocab)))
-    chunks = triton.cdiv(vocab, chunk)
+    chunk = min(_CHUNK, max(2 * _GROUP, next_power_of_2(vocab)))
+    chunks = cdiv(vocab, chunk)
     tally = torch.zeros(draws, TIES.value + chunks + 2 * _BINS, dtype=torch.int64, device=device)
     notes = torch.empty(draws, chunks * (3 + chunk // _GROUP), dtype=torch.float32, device=device)
     listed = torch.empty(draws, _LISTED, dtype=torch.int32, device=device)
@@ -298,7 +299,7 @@ def draw(logits: Tensor, asked: Tensor, tokens: Tensor) -> None:
         "CHUNK": chunk, "BINS": _BINS, "FIELDS": DRAW_FIELDS, "num_warps": 8 if chunk > 1024 else 4,
         "enable_fp_fusion": False,
     }  # fmt: skip
-    padded, stride = triton.next_power_of_2(chunks), logits.stride(0)
+    padded, stride = next_power_of_2(chunks), logits.stride(0)
     _peaks[(chunks, draws)](logits, asked, tally, notes, stride, vocab, CHUNKS=padded, GROUP=_GROUP, **sizes)
     _bins[(chunks, draws)](
         logits, asked, tally, notes, stride, vocab, GROUP=_GROUP, maxnreg=_REGISTERS[0], **sizes

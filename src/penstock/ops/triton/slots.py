@@ -25,15 +25,15 @@ from torch import Tensor
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.slots import COPIERS, ExpertParts, Places, SlotArrays
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import next_power_of_2
 
 _CHUNK = 64
 """Experts whose worth is compared with all others' at a time."""
 _WORDS, _WARPS = 16384, 16
 """Numbers of 32 bits that each of COPIERS programs copies at a time, and its warps: as fast as any other way
 of reading through the link, and nearly all multiprocessors are left to what computes."""
-_TRIES, _PAYS, _AGAIN = 64, 8, 64
-"""A layer foretells nothing if after so many tries less than one in so many was right, but for one step in so
-many."""
+_AGAIN, _TRIES, _PAYS = 64, 64, 8
+"""A layer foretells only one step in so many if of so many tries less than one in so many was right."""
 
 
 @triton.jit(do_not_specialize=["base", "first", "transit", "ring", "parts", "begin"])  # type: ignore[untyped-decorator]
@@ -321,7 +321,7 @@ def expert_step(
     """
     experts, slots, device = len(pairs), len(arrays.expert_of), pairs.device
     tensors = len(places.offsets)
-    cols, wide = max(_CHUNK, triton.next_power_of_2(experts)), max(16, triton.next_power_of_2(max(slots, 1)))
+    cols, wide = max(_CHUNK, next_power_of_2(experts)), max(16, next_power_of_2(max(slots, 1)))
     early = uses_pdl()
     worths = torch.empty(2 * cols + wide, dtype=torch.float32, device=device)
     order = torch.empty(cols + wide, dtype=torch.int64, device=device)
@@ -362,8 +362,8 @@ def expert_step(
         TENSORS=tensors,
         COLS=cols,
         WIDE=wide,
-        PLACES=triton.next_power_of_2(most),
-        TENSOR_COLS=triton.next_power_of_2(tensors),
+        PLACES=next_power_of_2(most),
+        TENSOR_COLS=next_power_of_2(tensors),
         CHUNK=_CHUNK,
         EARLY=early,
         num_warps=8,
@@ -412,7 +412,7 @@ def foretell(arrays: SlotArrays, scores: Tensor, most: int, padding: Tensor | No
         scores, scores if padding is None else padding, arrays.slot_of, arrays.counts, arrays.now,
         arrays.turn, arrays.told, arrays.done, tokens, most, arrays.number * experts, scores.stride(0),
         EXPERTS=experts,
-        COLS=triton.next_power_of_2(experts),
+        COLS=next_power_of_2(experts),
         PADDED=padding is not None,
         COPIERS=COPIERS,
         TRIES=_TRIES,
@@ -447,4 +447,4 @@ def piece_of(places: Places) -> int:
 
 
 def _words(places: Places) -> int:
-    return min(_WORDS, int(triton.next_power_of_2(places.size // 4)))
+    return min(_WORDS, next_power_of_2(places.size // 4))

@@ -13,6 +13,7 @@ from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.steps import LEAST, NO_TOKEN
 from penstock.ops.triton.bins import order_of
 from penstock.ops.triton.pointwise import in_turn
+from penstock.ops.triton.tuning import cdiv, next_power_of_2
 
 _CHUNK = 8192
 """Tokens of the vocabulary that a program looks at."""
@@ -121,7 +122,7 @@ def place(
         SIZE=block_size,
         PAGES=_PAGES,
         HALF=half,
-        COLS=triton.next_power_of_2(half),
+        COLS=next_power_of_2(half),
         EARLY=early,
         num_warps=4,
         **pdl_launch_options(early),
@@ -170,8 +171,8 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
     assert len(best) >= count
     assert tokens.shape == rows.shape == (count,)
     early = uses_pdl()
-    chunk = min(_CHUNK, triton.next_power_of_2(vocab))
-    _find[(count, triton.cdiv(vocab, chunk))](
+    chunk = min(_CHUNK, next_power_of_2(vocab))
+    _find[(count, cdiv(vocab, chunk))](
         logits,
         best,
         vocab,
@@ -181,6 +182,6 @@ def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best
         num_warps=8,
         **pdl_launch_options(early),
     )
-    _settle[(triton.cdiv(count, 128),)](
+    _settle[(cdiv(count, 128),)](
         best, rows, newest, tokens, count, ROWS=128, EARLY=early, num_warps=4, **pdl_launch_options(early)
     )

