@@ -61,6 +61,12 @@ def finish(reason: FinishReason | None, *, calls: bool = False) -> str | None:
     return "tool_calls" if calls else "stop"
 
 
+def was_cut(reason: FinishReason, stop: str) -> bool:
+    """Tell whether an output was cut off, and the model would have gone on. stop: the stop string that has
+    ended it, if one has."""
+    return reason is not FinishReason.STOP or bool(stop)
+
+
 def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[Answer]:
     """Return the log-probability of each token, and of the likeliest in its place, as chats have them."""
 
@@ -88,8 +94,10 @@ class _ChatChoice:
         self.ended = 0
         """Calls of tools that are whole."""
 
-    def delta(self, text: str, reason: FinishReason | None) -> Answer:
-        parts = self._speech.push(text) + (self._speech.finish() if reason is not None else [])
+    def delta(self, text: str, reason: FinishReason | None, stop: str) -> Answer:
+        parts = self._speech.push(text)
+        if reason is not None:
+            parts += self._speech.finish(cut=was_cut(reason, stop))
         said = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         self.ended += sum(isinstance(part, End) for part in parts)
@@ -222,7 +230,8 @@ class ChatWriter(AnswerWriter):
         return answer
 
     def _said(self, output: Output) -> Answer:
-        said = whole(self._speech(), output.text)
+        cut = was_cut(output.finish_reason, output.stop)
+        said = whole(self._speech(), output.text, cut=cut)
         content = "".join(part.text for part in said if isinstance(part, Content))
         reasoning = "".join(part.text for part in said if isinstance(part, Reasoning))
         calls = [
@@ -248,13 +257,13 @@ class ChatWriter(AnswerWriter):
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         chunks = []
-        for index, text, logprobs, reason, tokens in _by_output(deltas):
+        for index, text, logprobs, reason, stop, tokens in _by_output(deltas):
             first = not self._choices
             if (one := self._choices.get(index)) is None:
                 one = self._choices[index] = _ChatChoice(self._speech(), reasons=self._reasons)
             choice = _ids(self._details, tokens) | {
                 "index": index,
-                "delta": one.delta(text, reason),
+                "delta": one.delta(text, reason, stop),
                 "logprobs": self._logprobs(logprobs) if logprobs else None,
                 "finish_reason": finish(reason, calls=bool(one.ended)),
             }
@@ -302,7 +311,14 @@ class TextWriter(AnswerWriter):
         choices = [
             self._choice(
                 prompt,
-                (output.index, output.text, output.logprobs or (), output.finish_reason, output.tokens),
+                (
+                    output.index,
+                    output.text,
+                    output.logprobs or (),
+                    output.finish_reason,
+                    output.stop,
+                    output.tokens,
+                ),
                 one if output.logprobs is not None else None,
             )
             | self._of_prompt(one)
@@ -319,7 +335,7 @@ class TextWriter(AnswerWriter):
 
     def _choice(self, prompt: int, piece: "_Piece", completion: Completion | None) -> Answer:
         """Return a choice, or a piece of one. completion: if it is whole, and has log-probabilities."""
-        index, text, own, reason, tokens = piece
+        index, text, own, reason, _, tokens = piece
         logprobs: list[TokenLogprob | int] = [*own]
         number = prompt * self._outputs + index
         choice = _ids(self._details, tokens)
@@ -387,15 +403,16 @@ def _without_outputs(completion: Completion) -> Completion:
     return replace(completion, outputs=tuple(empty))
 
 
-_Piece = tuple[int, str, Sequence[TokenLogprob], FinishReason | None, Sequence[int]]
-"""Index, text, log-probabilities, finish reason if it has ended, and tokens: this came of an output."""
+_Piece = tuple[int, str, Sequence[TokenLogprob], FinishReason | None, str, Sequence[int]]
+"""Index, text, log-probabilities, finish reason if it has ended, the stop string that has ended it, and tokens:
+this came of an output."""
 
 
 def _by_output(deltas: Sequence[Delta]) -> list[_Piece]:
     """Return what came of each output."""
     if len(deltas) == 1:  # The usual, in a stream.
         [only] = deltas
-        return [(only.index, only.text, only.logprobs, only.finish_reason, only.tokens)]
+        return [(only.index, only.text, only.logprobs, only.finish_reason, only.stop, only.tokens)]
     found: dict[int, list[Delta]] = {}
     for delta in deltas:
         found.setdefault(delta.index, []).append(delta)
@@ -405,6 +422,7 @@ def _by_output(deltas: Sequence[Delta]) -> list[_Piece]:
             "".join(one.text for one in own),
             [each for one in own for each in one.logprobs],
             next((one.finish_reason for one in own if one.finish_reason is not None), None),
+            "".join(one.stop for one in own),
             [token for one in own for token in one.tokens],
         )
         for index, own in found.items()
