@@ -7,6 +7,7 @@ from time import time
 from typing import Protocol
 
 from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.text.detokenize import Detokenizer
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.server.parsing.output_parser import Called, OutputParser, whole
 from penstock.server.parsing.reading import Arguments, Begin, Content, End, Part, Reasoning
@@ -138,12 +139,14 @@ class Details:
     prompt_logprobs, echoed_logprobs: likeliest tokens that are told with each of the prompt's, in a field of
         their own and before those of the output; None is none.
     only_echoes: whether outputs are left out.
+    texts: for each prompt, what makes the text of its outputs of their tokens.
     """
 
     prompts: Sequence[Sequence[int]] | None = None
     prompt_logprobs: int | None = None
     echoed_logprobs: int | None = None
     only_echoes: bool = False
+    texts: Sequence[Callable[[], Detokenizer]] = ()
 
 
 def _prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: int) -> list[Answer | None]:
@@ -299,8 +302,8 @@ class TextWriter(AnswerWriter):
             "model": model,
         }
         self._tokenizer, self._echoes, self._outputs, self._details = tokenizer, echoes, outputs, details
-        self._ends: dict[int, int] = {}
-        """Of each choice's tokens so far, in characters of its text."""
+        self._ends: dict[int, tuple[int, Detokenizer]] = {}
+        """Where each choice's tokens so far end in its text, and what makes text of the next ones."""
         self._echoed: set[int] = set()
         """Choices that have begun."""
 
@@ -336,7 +339,7 @@ class TextWriter(AnswerWriter):
     def _choice(self, prompt: int, piece: "_Piece", completion: Completion | None) -> Answer:
         """Return a choice, or a piece of one. completion: if it is whole, and has log-probabilities."""
         index, text, own, reason, _, tokens = piece
-        logprobs: list[TokenLogprob | int] = [*own]
+        echoed: list[TokenLogprob | int] = []
         number = prompt * self._outputs + index
         choice = _ids(self._details, tokens)
         if number not in self._echoed:
@@ -345,8 +348,12 @@ class TextWriter(AnswerWriter):
             if self._details.prompts is not None:
                 choice["prompt_token_ids"] = self._details.prompts[prompt]
         if completion is not None and self._details.echoed_logprobs is not None:
-            logprobs = [*self._echoed_logprobs(completion, self._details.echoed_logprobs), *own]
-        listed = self._logprobs(number, logprobs) if logprobs or completion is not None else None
+            echoed = self._echoed_logprobs(completion, self._details.echoed_logprobs)
+        listed = None
+        if own or completion is not None:
+            listed = self._logprobs([*echoed, *own]) | {
+                "text_offset": self._offsets(number, prompt, echoed, own)
+            }
         return choice | {"index": number, "text": text, "logprobs": listed, "finish_reason": finish(reason)}
 
     def _echoed_logprobs(self, completion: Completion, most: int) -> list[TokenLogprob | int]:
@@ -361,15 +368,36 @@ class TextWriter(AnswerWriter):
             return {}
         return {"prompt_logprobs": _prompt_entries(completion, self._tokenizer, most)}
 
-    def _logprobs(self, number: int, tokens: Sequence[TokenLogprob | int]) -> Answer:
-        known = [one if isinstance(one, int) else one.token for one in tokens]
-        offsets, at = [], self._ends.get(number, 0)
-        for token in known:
+    def _offsets(
+        self,
+        number: int,
+        prompt: int,
+        echoed: Sequence[TokenLogprob | int],
+        own: Sequence[TokenLogprob],
+    ) -> list[int]:
+        """Return where each token begins in the text of a choice. Special tokens that it does not have take
+        no room there."""
+        if self._tokenizer is None:
+            return [0] * (len(echoed) + len(own))
+        echo = "" if self._echoes is None else self._echoes[prompt]
+        offsets, at, text = list[int](), 0, self._tokenizer.detokenizer()
+        for one in echoed:
             offsets.append(at)
-            at += len(self._text(token))
-        self._ends[number] = at
+            token = _token(one)
+            if not self._tokenizer.is_special(token):
+                at += len(text.push([token]))
+            elif echo.startswith(name := self._text(token), at):  # The prompt was given with it.
+                at += len(name)
+        at, text = self._ends.get(number) or (len(echo), self._details.texts[prompt]())
+        for one in own:
+            offsets.append(at)
+            at += len(text.push([one.token]))
+        self._ends[number] = at, text
+        return offsets
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob | int]) -> Answer:
         return {
-            "tokens": [self._text(token) for token in known],
+            "tokens": [self._text(_token(one)) for one in tokens],
             "token_logprobs": [None if isinstance(one, int) else _finite(one.logprob) for one in tokens],
             "top_logprobs": [
                 None
@@ -377,11 +405,14 @@ class TextWriter(AnswerWriter):
                 else {self._text(token): _finite(logprob) for token, logprob in one.top}
                 for one in tokens
             ],
-            "text_offset": offsets,
         }
 
     def _text(self, token: int) -> str:
         return _token_text(self._tokenizer, token)
+
+
+def _token(one: TokenLogprob | int) -> int:
+    return one if isinstance(one, int) else one.token
 
 
 def _ids(details: Details, tokens: Sequence[int]) -> Answer:
