@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import FrozenInstanceError
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 Made = TypeVar("Made", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OURS = {
     "--max-model-len": "--max-length",
@@ -104,6 +106,26 @@ _ABSENT = {
 }
 """Options and arguments for what is not needed or does not exist here: what is true instead, and what does
 something similar, with ours in braces."""
+_KEYWORDS = {
+    "sampling_params": "params",
+    "prompt_token_ids": "prompts, which may be lists of token ids",
+    "lora_request": "lora, the name of an adapter",
+    "conversation": "messages",
+}
+"""Keywords of other engines' methods."""
+_NO_KEYWORDS = {
+    "stream": "LLM.stream gives out pieces as they come, of a conversation too",
+    "streaming": "LLM.stream gives out pieces as they come, of a conversation too",
+    "stream_options": "LLM.stream gives out pieces as they come, and its completion counts tokens",
+    "use_tqdm": "LLM(progress=...) shows or hides the bar",
+    "tool_choice": "the model chooses; a server's /v1/chat/completions has tool_choice",
+    "response_format": "SamplingParams(structure=...) gives an output its form",
+    "chat_template": "conversations are written by the checkpoint's own template",
+    "add_generation_prompt": "chat is always answered",
+    "continue_final_message": "generate goes on with a text",
+    "model": "LLM(...) names it",
+}
+"""Keywords of other engines' methods that have no like here, and what does something similar."""
 _NEAR = 0.75
 """A slip of the pen is at least so similar to what was meant: names of other things share words, too."""
 
@@ -143,6 +165,50 @@ def unknown_argument(name: str, known: Collection[str]) -> str:
         return f"; {why}"
     near = nearest(name, known)
     return f"; did you mean {near}?" if near else "; help() names those that there are"
+
+
+def named_keywords(settings: Collection[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator by which a method says what may have been meant by a keyword that it does not know.
+
+    settings: keywords of SamplingParams, which many engines' methods take themselves.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        known = [*inspect.signature(method).parameters]
+
+        def check(names: Iterable[str]) -> None:
+            for name in names:
+                if name not in known:
+                    meant = _unknown_keyword(name, known, settings)
+                    raise TypeError(
+                        f"{method.__qualname__}() got an unexpected keyword argument {name!r}{meant}"
+                    )
+
+        @functools.wraps(method)
+        def told(*args: P.args, **kwargs: P.kwargs) -> R:
+            check(kwargs)
+            return method(*args, **kwargs)
+
+        @functools.wraps(method)
+        async def awaited(*args: P.args, **kwargs: P.kwargs) -> object:
+            check(kwargs)
+            return await method(*args, **kwargs)  # type: ignore[misc]
+
+        return awaited if inspect.iscoroutinefunction(method) else told  # type: ignore[return-value]
+
+    return decorate
+
+
+def _unknown_keyword(name: str, known: Collection[str], settings: Collection[str]) -> str:
+    ours = _KEYWORDS.get(name, "")
+    if re.split("[, ]", ours)[0] in known:
+        return f"; here it is {ours}"
+    setting = name if name in settings else re.split("[, ]", _ARGUMENTS.get(name, ""))[0]
+    if setting in settings and "params" in known:
+        return f"; it is a setting: give params=SamplingParams({setting}=...)"
+    if why := _NO_KEYWORDS.get(name):
+        return f"; {why}"
+    return unknown_argument(name, known)
 
 
 def _flag(name: str) -> str:

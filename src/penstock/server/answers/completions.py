@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import time
 from typing import Protocol
 
@@ -75,7 +75,7 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> lis
         written = tokenizer.token_bytes(token)
         return {
             "token": written.decode("utf-8", "replace"),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(written),
         }
 
@@ -149,12 +149,12 @@ class Details:
     texts: Sequence[Callable[[], Detokenizer]] = ()
 
 
-def _prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: int) -> list[Answer | None]:
+def prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: int) -> list[Answer | None]:
     """Return the log-probability of each token of a prompt but the first, and of so many of the likeliest in
     its place, as vLLM has them: by token id."""
 
     def entry(token: int, logprob: float, rank: int) -> Answer:
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": _token_text(tokenizer, token)}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
 
     entries: list[Answer | None] = []
     for one in completion.prompt_logprobs or ():
@@ -169,7 +169,8 @@ def _prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: i
     return entries
 
 
-def _token_text(tokenizer: Tokenizer | None, token: int) -> str:
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """Return what answers call a token."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_text(token)
 
 
@@ -221,7 +222,7 @@ class ChatWriter(AnswerWriter):
                 "index": output.index,
                 "logprobs": self._logprobs(output.logprobs) if output.logprobs is not None else None,
                 **self._said(output),
-                **_ids(self._details, output.tokens),
+                **told_ids(self._details, output.tokens),
             }
             for output in completion.outputs
         ]
@@ -229,7 +230,7 @@ class ChatWriter(AnswerWriter):
         if self._details.prompts is not None:
             answer["prompt_token_ids"] = self._details.prompts[0]
         if (most := self._details.prompt_logprobs) is not None:
-            answer["prompt_logprobs"] = _prompt_entries(completion, self._tokenizer, most)
+            answer["prompt_logprobs"] = prompt_entries(completion, self._tokenizer, most)
         return answer
 
     def _said(self, output: Output) -> Answer:
@@ -260,11 +261,11 @@ class ChatWriter(AnswerWriter):
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         chunks = []
-        for index, text, logprobs, reason, stop, tokens in _by_output(deltas):
+        for index, text, logprobs, reason, stop, tokens in by_output(deltas):
             first = not self._choices
             if (one := self._choices.get(index)) is None:
                 one = self._choices[index] = _ChatChoice(self._speech(), reasons=self._reasons)
-            choice = _ids(self._details, tokens) | {
+            choice = told_ids(self._details, tokens) | {
                 "index": index,
                 "delta": one.delta(text, reason, stop),
                 "logprobs": self._logprobs(logprobs) if logprobs else None,
@@ -279,167 +280,17 @@ class ChatWriter(AnswerWriter):
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class TextWriter(AnswerWriter):
-    """Writes continuations of texts, whole or piece by piece."""
-
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer | None,
-        echoes: Sequence[str] | None,
-        outputs: int,
-        details: Details,
-    ) -> None:
-        """Begin to write the continuations of a model.
-
-        echoes: texts that are said again before each prompt's continuations.
-        outputs: of each prompt.
-        """
-        self._chunk = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time()),
-            "model": model,
-        }
-        self._tokenizer, self._echoes, self._outputs, self._details = tokenizer, echoes, outputs, details
-        self._ends: dict[int, tuple[int, Detokenizer]] = {}
-        """Where each choice's tokens so far end in its text, and what makes text of the next ones."""
-        self._echoed: set[int] = set()
-        """Choices that have begun."""
-
-    def whole(self, completions: Sequence[Completion]) -> Answer:
-        """Return the continuations of a text_completion."""
-        if self._details.only_echoes:
-            completions = [_without_outputs(one) for one in completions]
-        choices = [
-            self._choice(
-                prompt,
-                (
-                    output.index,
-                    output.text,
-                    output.logprobs or (),
-                    output.finish_reason,
-                    output.stop,
-                    output.tokens,
-                ),
-                one if output.logprobs is not None else None,
-            )
-            | self._of_prompt(one)
-            for prompt, one in enumerate(completions)
-            for output in one.outputs
-        ]
-        return self._chunk | {"choices": choices, "usage": usage(completions)}
-
-    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
-        """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
-        return [
-            self._chunk | {"choices": [self._choice(prompt, piece, None)]} for piece in _by_output(deltas)
-        ]
-
-    def _choice(self, prompt: int, piece: "_Piece", completion: Completion | None) -> Answer:
-        """Return a choice, or a piece of one. completion: if it is whole, and has log-probabilities."""
-        index, text, own, reason, _, tokens = piece
-        echoed: list[TokenLogprob | int] = []
-        number = prompt * self._outputs + index
-        choice = _ids(self._details, tokens)
-        if number not in self._echoed:
-            self._echoed.add(number)
-            text = text if self._echoes is None else self._echoes[prompt] + text
-            if self._details.prompts is not None:
-                choice["prompt_token_ids"] = self._details.prompts[prompt]
-        if completion is not None and self._details.echoed_logprobs is not None:
-            echoed = self._echoed_logprobs(completion, self._details.echoed_logprobs)
-        listed = None
-        if own or completion is not None:
-            listed = self._logprobs([*echoed, *own]) | {
-                "text_offset": self._offsets(number, prompt, echoed, own)
-            }
-        return choice | {"index": number, "text": text, "logprobs": listed, "finish_reason": finish(reason)}
-
-    def _echoed_logprobs(self, completion: Completion, most: int) -> list[TokenLogprob | int]:
-        """Return log-probabilities of a prompt's tokens; of the first, which has none, the token."""
-        return [
-            completion.prompt_tokens[at] if one is None else replace(one, top=one.top[:most])
-            for at, one in enumerate(completion.prompt_logprobs or ())
-        ]
-
-    def _of_prompt(self, completion: Completion) -> Answer:
-        if (most := self._details.prompt_logprobs) is None:
-            return {}
-        return {"prompt_logprobs": _prompt_entries(completion, self._tokenizer, most)}
-
-    def _offsets(
-        self,
-        number: int,
-        prompt: int,
-        echoed: Sequence[TokenLogprob | int],
-        own: Sequence[TokenLogprob],
-    ) -> list[int]:
-        """Return where each token begins in the text of a choice. Special tokens that it does not have take
-        no room there."""
-        if self._tokenizer is None:
-            return [0] * (len(echoed) + len(own))
-        echo = "" if self._echoes is None else self._echoes[prompt]
-        offsets, at, text = list[int](), 0, self._tokenizer.detokenizer()
-        for one in echoed:
-            offsets.append(at)
-            token = _token(one)
-            if not self._tokenizer.is_special(token):
-                at += len(text.push([token]))
-            elif echo.startswith(name := self._text(token), at):  # The prompt was given with it.
-                at += len(name)
-        at, text = self._ends.get(number) or (len(echo), self._details.texts[prompt]())
-        for one in own:
-            offsets.append(at)
-            at += len(text.push([one.token]))
-        self._ends[number] = at, text
-        return offsets
-
-    def _logprobs(self, tokens: Sequence[TokenLogprob | int]) -> Answer:
-        return {
-            "tokens": [self._text(_token(one)) for one in tokens],
-            "token_logprobs": [None if isinstance(one, int) else _finite(one.logprob) for one in tokens],
-            "top_logprobs": [
-                None
-                if isinstance(one, int)
-                else {self._text(token): _finite(logprob) for token, logprob in one.top}
-                for one in tokens
-            ],
-        }
-
-    def _text(self, token: int) -> str:
-        return _token_text(self._tokenizer, token)
-
-
-def _token(one: TokenLogprob | int) -> int:
-    return one if isinstance(one, int) else one.token
-
-
-def _ids(details: Details, tokens: Sequence[int]) -> Answer:
+def told_ids(details: Details, tokens: Sequence[int]) -> Answer:
+    """Return the tokens of an output, if token ids are told."""
     return {} if details.prompts is None else {"token_ids": list(tokens)}
 
 
-def _without_outputs(completion: Completion) -> Completion:
-    """Return a completion whose outputs are empty."""
-    empty = [
-        replace(
-            one,
-            text="",
-            tokens=(),
-            logprobs=None if one.logprobs is None else (),
-            finish_reason=FinishReason.LENGTH,
-        )
-        for one in completion.outputs
-    ]
-    return replace(completion, outputs=tuple(empty))
+Piece = tuple[int, str, Sequence[TokenLogprob], FinishReason | None, str, Sequence[int]]
+"""Index, text, log-probabilities, finish reason if it has ended, the stop string that has ended it, and
+tokens: this came of an output."""
 
 
-_Piece = tuple[int, str, Sequence[TokenLogprob], FinishReason | None, str, Sequence[int]]
-"""Index, text, log-probabilities, finish reason if it has ended, the stop string that has ended it, and tokens:
-this came of an output."""
-
-
-def _by_output(deltas: Sequence[Delta]) -> list[_Piece]:
+def by_output(deltas: Sequence[Delta]) -> list[Piece]:
     """Return what came of each output."""
     if len(deltas) == 1:  # The usual, in a stream.
         [only] = deltas
@@ -460,6 +311,6 @@ def _by_output(deltas: Sequence[Delta]) -> list[_Piece]:
     ]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """Return a log-probability as JSON can have it, which has no infinity."""
     return max(logprob, -9999.0)

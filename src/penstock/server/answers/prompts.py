@@ -9,7 +9,8 @@ from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import CrowdedError
 from penstock.api.text.detokenize import Detokenizer
 from penstock.base.errors import StructureError
-from penstock.server.answers.completions import AnswerWriter, ChatWriter, Details, TextWriter
+from penstock.server.answers.completions import AnswerWriter, ChatWriter, Details
+from penstock.server.answers.texts import TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, in_channels, may_be_behind

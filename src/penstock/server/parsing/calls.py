@@ -22,7 +22,7 @@ from penstock.server.parsing.schemas import kinds_of, typed
 
 _ARGUMENTS = ("arguments", "parameters")
 _HEADS = '{"name":', '{"type":"function","name":'
-"""How calls begin that nothing stands before, without spaces."""
+"""Begin a call before which no marker stands, without spaces."""
 _LONGEST_NAME = 256
 Schemas = Mapping[str, Mapping[str, Any]]
 """Schemas of the arguments of each function."""
