@@ -216,7 +216,7 @@ class PromptReader:
         tools: Sequence[Mapping[str, object]] | None,
     ) -> list[PreparedPrompt]:
         """Return the prompts of one conversation or many, as `read_chat` does."""
-        pairs: Any = paired(messages, params) if several(messages) else [(messages, params)]  # type: ignore[arg-type]
+        pairs: Any = paired(messages, params) if several(messages) else [(messages, params)]
         return [
             self.read_chat(own, settings, chat_template_kwargs, tools).adapted(name)
             for (own, settings), name in zip(pairs, each_of(lora, len(pairs)), strict=True)

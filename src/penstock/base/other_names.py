@@ -19,10 +19,24 @@ _OURS = {
     "--n-predict": "--max-tokens",
     "--num-predict": "--max-tokens",
     "--temp": "--temperature",
+    "-c": "--max-length",
+    "-m": "--model",
+    "-t": "--threads",
+    "-s": "--seed",
+    "-np": "--max-sequences",
+    "--parallel": "--max-sequences",
+    "-b": "--max-step-tokens",
+    "-ub": "--max-step-tokens",
+    "--batch-size": "--max-step-tokens",
+    "--ubatch-size": "--max-step-tokens",
+    "-sys": "--system",
+    "--system-prompt": "--system",
+    "--tool-call-parser": "--tool-parser",
     "--repeat-penalty": "--repetition-penalty",
     "--gpu-memory-utilization": "--device-memory, such as 90%",
     "--n-gpu-layers": "--device-memory, such as 16GiB; what does not fit streams",
     "--gpu-layers": "--device-memory, such as 16GiB; what does not fit streams",
+    "-ngl": "--device-memory, such as 16GiB; what does not fit streams",
     "--cpu-offload-gb": "--device-memory, such as 16GiB; what does not fit streams",
     "--swap-space": "--host-kv-memory",
     "--max-num-seqs": "--max-sequences",
@@ -35,6 +49,7 @@ _OURS = {
     "--speculative-config": "--speculate",
     "--speculative-model": "--speculate",
     "--model-draft": "--speculate",
+    "-md": "--speculate",
     "--data-parallel-size": "--replicas",
     "--api-key": "--api-keys, a file; or the variable PENSTOCK_API_KEYS: all users of a machine see "
     "what is typed",
@@ -63,6 +78,9 @@ _ARGUMENTS = {
 _BEAMS = "there is no beam search", "{n} is for independent outputs"
 _WORDS = "no words are forbidden", "{logit_bias} of minus infinity forbids a token"
 _BITS = "weights are as the checkpoint has them", "penstock pack --to int4 quantises it"
+_KV_TYPE = "KV on the device has the model's dtype", "{host_kv_dtype} is that of KV in host memory"
+_TEMPLATE = "conversations are written by the checkpoint's own template, chat_template.jinja", ""
+_FLASH = "attention is always computed in tiles, without a switch", ""
 _FORCED = "no token is forced", "{structure} gives an output its form"
 _ABSENT = {
     "quantization": ("a checkpoint's config.json says how it is quantised", ""),
@@ -101,6 +119,20 @@ _ABSENT = {
     "pad_token_id": ("nothing is padded", ""),
     "max_time": ("no time ends an output", "{max_tokens} bounds its length"),
     "data_parallel_size": ("an engine is one replica", "penstock serve --replicas starts several"),
+    "kv_cache_dtype": _KV_TYPE,
+    "cache_type_k": _KV_TYPE,
+    "cache_type_v": _KV_TYPE,
+    "ctk": _KV_TYPE,
+    "ctv": _KV_TYPE,
+    "chat_template": _TEMPLATE,
+    "chat_template_file": _TEMPLATE,
+    "jinja": _TEMPLATE,
+    "flash_attn": _FLASH,
+    "fa": _FLASH,
+    "load_format": ("the form of a checkpoint is known by its files", ""),
+    "mlock": ("weights are not locked in memory", "{host_memory} bounds what they take of it"),
+    "no_mmap": ("weights are read into memory in any case", ""),
+    "enable_auto_tool_choice": ("a model whose chat template takes tools can call them", ""),
     "load_in_4bit": _BITS,
     "load_in_8bit": _BITS,
 }
@@ -126,6 +158,26 @@ _NO_KEYWORDS = {
     "model": "LLM(...) names it",
 }
 """Keywords of other engines' methods that have no like here, and what does something similar."""
+_STANDING = {
+    "model": ("--model", "-m", "--model-path", "--hf-repo", "-hf"),
+    "prompt": ("--prompt", "-p"),
+}
+"""Options of other engines for what stands here without one, by its name."""
+_COMMANDS = {
+    "download": "pull",
+    "ps": "list",
+    "ls": "list",
+    "models": "list",
+    "remove": "rm",
+    "delete": "rm",
+    "info": "show",
+    "generate": "run",
+    "complete": "run",
+    "server": "serve",
+    "quantize": "pack --to",
+    "convert": "pack",
+}
+"""Our commands by those of other engines."""
 _NEAR = 0.75
 """A slip of the pen is at least so similar to what was meant: names of other things share words, too."""
 
@@ -148,6 +200,23 @@ def absent(theirs: str, known: Collection[str]) -> str | None:
     if not instead or not {*ours.values()} <= {*known}:
         instead = "leave it out"
     return f"{why}; {instead.format_map(ours)}"
+
+
+def standing(option: str, arguments: Iterable[str]) -> bool:
+    """Tell whether an option of another engine is for one of these arguments, which stand without one."""
+    return any(option in _STANDING.get(name, ()) for name in arguments)
+
+
+def command_for(name: str) -> str | None:
+    """Return what a command of another engine is called here; None if it is none that we know."""
+    return _COMMANDS.get(name)
+
+
+def is_foreign(option: str) -> bool:
+    """Tell whether it is an option of another engine, of one dash and several letters."""
+    if not re.fullmatch(r"-[a-z]{2,4}", option):
+        return False
+    return option in _OURS or option[1:] in _ABSENT or option in _STANDING["model"]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from penstock.base.other_names import is_foreign
 from penstock.cli.terminal import say
 
 USUAL_CONFIG = Path("penstock.toml")
@@ -77,10 +78,26 @@ class Command(click.Command):
         What is repeated may be written once with several values: `--lora-modules a=DIR b=DIR`.
         """
         try:
+            self._expect_ours(args, ctx)
             return super().parse_args(ctx, self._repeated(args))
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click forgets which command lacked an option's value
             raise
+
+    def _expect_ours(self, args: list[str], ctx: click.Context) -> None:
+        """Raise click.NoSuchOption for an option of another engine such as -ngl, which click would read as
+        several of ours, or as one with a value."""
+        taking = {
+            opt
+            for one in self.params
+            if isinstance(one, click.Option) and not one.is_flag
+            for opt in one.opts
+        }
+        for before, argument in zip(["", *args], args, strict=False):
+            if argument == "--":
+                return
+            if before not in taking and is_foreign(argument):
+                raise click.NoSuchOption(argument, ctx=ctx)
 
     def _repeated(self, args: list[str]) -> list[str]:
         """Return the arguments with the flag before each of several values NAME=PATH.
