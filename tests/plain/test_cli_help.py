@@ -535,6 +535,34 @@ def test_what_other_engines_call_otherwise_is_named_as_it_is_here() -> None:
     assert not absent & options
 
 
+def test_a_number_of_tokens_may_have_a_k_or_an_m(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for context in ("32K", "32768"):
+        assert main(["plan", "8B", "--machine", "desktop-24", "--context", context, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert main(["plan", "8B", "--context", "32X"]) == 2
+    assert "'32X' is not a valid number of tokens; write it like 4096 or 32K\n" in capsys.readouterr().err
+    assert main(["run", "--max-length", "0K", "/nowhere", "x"]) == 2
+    assert "0 is not in the range x>=1" in capsys.readouterr().err
+    assert main(["run", "--max-length", "2k", "--max-tokens", "1K", "/nowhere", "x"]) == 2
+    assert "'/nowhere' does not exist" in capsys.readouterr().err
+    counting = {
+        "--max-length",
+        "--max-step-tokens",
+        "--kv-tile",
+        "--block-size",
+        "--max-tokens",
+        "--min-tokens",
+    }
+    for name in ("run", "chat", "serve", "batch"):
+        command = import_module(f"penstock.cli.commands.{name}").command
+        for one in command.params:
+            if counting & {*one.opts}:
+                assert one.type.convert("1K", one, None) == 1024, f"{name} {one.opts}"
+        assert counting & {opt for one in command.params for opt in one.opts}
+
+
 HINTS = (
     (
         ["run", "-ngl", "99", "hi"],

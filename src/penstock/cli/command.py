@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from penstock.base.other_names import is_foreign
+from penstock.base.units import parse_tokens
 from penstock.cli.terminal import say
 
 USUAL_CONFIG = Path("penstock.toml")
@@ -165,6 +166,20 @@ _HELP_ALL: dict[str, Any] = {
     "expose_value": False,
     "help": "Show all options and exit.",
 }
+
+
+class TokenRange(click.IntRange):
+    """Reads a number of tokens, also with a K or an M behind it, which are 1,024 and 1,048,576."""
+
+    name = "number of tokens; write it like 4096 or 32K"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number. Raise click.BadParameter."""
+        counted = parse_tokens(value) if isinstance(value, str) else None
+        return super().convert(value if counted is None else counted, param, ctx)
+
+
+TOKENS = TokenRange(min=1)
 
 
 def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -19,7 +19,7 @@ from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
 from penstock.base.units import parse_size
-from penstock.cli.command import Decorator, debug_option, option
+from penstock.cli.command import Decorator, TokenRange, debug_option, option
 from penstock.cli.models import download_option
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
@@ -100,9 +100,10 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
 def _click_type(one: SettingField) -> object:
     least, most = one.limits
     highest = most if most < MOST else None
+    whole = TokenRange if one.unit == "tokens" else click.IntRange
     types = {
         Path: click.Path(path_type=Path),
-        int: click.INT if one.choices else click.IntRange(int(least), None if highest is None else int(most)),
+        int: click.INT if one.choices else whole(int(least), None if highest is None else int(most)),
         float: click.FloatRange(least, highest),
     }
     return types.get(one.kind)
@@ -275,7 +276,7 @@ _SAMPLING = (
     option(
         SAMPLING,
         "--min-tokens",
-        type=int,
+        type=TokenRange(),
         default=0,
         metavar="N",
         rare=True,
