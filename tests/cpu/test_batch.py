@@ -3,9 +3,11 @@ ended."""
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -336,6 +338,54 @@ def test_a_file_of_something_else_is_left_as_it_is(precious: bytes, tmp_path: Pa
     with pytest.raises(ConfigError, match="out has a line that is no answer of a batch; name another file"):
         Batch(source, target)
     assert target.read_bytes() == precious
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """Files may have so many bytes, as on a disk that is full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_keeps_what_was_answered_and_is_named(llm: LLM, tmp_path: Path) -> None:
+    asked = requests(6)
+    source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    source.write_text("\n".join(asked.values()))
+    Batch(source, whole).run(llm, NAMES)
+    every, sizes = answers(whole), [len(one) + 1 for one in whole.read_bytes().splitlines()]
+    kept = 0
+    for most in (sum(sizes[:2]) + 40, sum(sizes[:4]) + 1):
+        with room(most), pytest.raises(ConfigError) as refused:
+            Batch(source, target).run(llm, NAMES)
+        found = answers(target)  # Whole lines.
+        assert len(found) > kept
+        kept = len(found)
+        assert str(refused.value) == (
+            f"{target} cannot be written: File too large; {kept} answers of 6 are kept there; free some "
+            "space, and run it again, which goes on behind them"
+        )
+    before = target.read_bytes()
+    assert Batch(source, target).run(llm, NAMES) == Tally(6, 6, 0)
+    assert target.read_bytes().startswith(before)
+    texts = [
+        {name: one["body"]["choices"] for name, one in some.items()}  # type: ignore[index]
+        for some in (answers(target), every)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_device_that_is_full_is_named_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a", prompt="Hi", max_tokens=1))
+    (tmp_path / "out.jsonl").symlink_to("/dev/full")
+    assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--quiet", *FEW]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/out.jsonl cannot be written: No space left on device; 0 answers of 1 are kept" in said
 
 
 def test_answers_go_to_another_file_than_that_of_requests(tmp_path: Path) -> None:
