@@ -142,7 +142,7 @@ def test_nothing_of_a_call_that_is_cut_off_is_content_nor_a_call() -> None:
     text = f'{THOUGHT}Hm.{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{TO}{{"city": "K<o"}}<|call|>'
     end = text.index("}<|call|>")
     for size in range(len(text) + 1):
-        found = whole(HarmonyParser(FUNCTIONS), text[:size], cut=True)
+        found = whole(HarmonyParser(FUNCTIONS), text[:size], cut="")
         assert [one for one in found if isinstance(one, Called)] == (
             [Called("weather", '{"city": "K<o"}')] if size > end else []
         )
@@ -152,7 +152,7 @@ def test_nothing_of_a_call_that_is_cut_off_is_content_nor_a_call() -> None:
             assert said == "I look." or size < text.index(TO)
     # A mark behind it says that the model has ended it.
     broken = f'{TO}{{"a": "x<|call|>'
-    assert whole(HarmonyParser(FUNCTIONS), broken, cut=True) == [Content('{"a": "x')]
+    assert whole(HarmonyParser(FUNCTIONS), broken, cut="") == [Content('{"a": "x')]
 
 
 def test_calls_are_text_where_there_are_no_functions_and_one_is_enough_where_one_is_asked_for() -> None:

@@ -62,10 +62,10 @@ def finish(reason: FinishReason | None, *, calls: bool = False) -> str | None:
     return "tool_calls" if calls else "stop"
 
 
-def was_cut(reason: FinishReason, stop: str) -> bool:
-    """Tell whether an output was cut off, and the model would have gone on. stop: the stop string that has
-    ended it, if one has."""
-    return reason is not FinishReason.STOP or bool(stop)
+def cut_before(reason: FinishReason, stop: str) -> str | None:
+    """Return what an output was cut off before: nothing that is known, or a stop string; None if the model
+    has ended it. stop: the stop string that has ended it, if one has."""
+    return stop if reason is not FinishReason.STOP or stop else None
 
 
 def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[Answer]:
@@ -98,7 +98,7 @@ class _ChatChoice:
     def delta(self, text: str, reason: FinishReason | None, stop: str) -> Answer:
         parts = self._speech.push(text)
         if reason is not None:
-            parts += self._speech.finish(cut=was_cut(reason, stop))
+            parts += self._speech.finish(cut=cut_before(reason, stop))
         said = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         self.ended += sum(isinstance(part, End) for part in parts)
@@ -234,7 +234,7 @@ class ChatWriter(AnswerWriter):
         return answer
 
     def _said(self, output: Output) -> Answer:
-        cut = was_cut(output.finish_reason, output.stop)
+        cut = cut_before(output.finish_reason, output.stop)
         said = whole(self._speech(), output.text, cut=cut)
         content = "".join(part.text for part in said if isinstance(part, Content))
         reasoning = "".join(part.text for part in said if isinstance(part, Reasoning))

@@ -66,7 +66,7 @@ class Calls:
         bare: as of `object`; what was cut off may be no call then.
         """
         text = self.reader.unmark()
-        if self.reader.cut and (self._open or not bare or self._may_call(text)):
+        if self.reader.cut is not None and (self._open or not bare or self._may_call(text)):
             self.reader.take(self.reader.left)
             text = ""
         if self._open:

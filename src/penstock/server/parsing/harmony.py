@@ -179,7 +179,7 @@ class HarmonyParser(OutputParser):
             if more:
                 yield None
         reader.ended = True
-        reader.cut = self._reader.cut and not self._reader.left  # Behind it there is a mark otherwise.
+        reader.cut = None if self._reader.left else self._reader.cut  # What is left is a mark, its end.
         yield from self._certain(parts, part)
 
     def _certain(self, parts: Reading[None], part: Callable[[str], Part]) -> Iterator[Part]:
@@ -193,7 +193,7 @@ class HarmonyParser(OutputParser):
         reader.mark()
         try:
             yield from reader.space()
-            if reader.left or reader.cut:
+            if reader.left or reader.cut is not None:
                 yield from calls.given(name)
             else:
                 yield from calls.begin(name)

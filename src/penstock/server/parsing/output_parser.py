@@ -90,11 +90,12 @@ class OutputParser:
         self._reader.push(text)
         return self._parts()
 
-    def finish(self, *, cut: bool = False) -> list[Part]:
+    def finish(self, *, cut: str | None = None) -> list[Part]:
         """Return the parts that are left. Nothing may be pushed after it.
 
-        cut: whether the text was cut off, and the model would have gone on. A call that it was in the midst
-            of then is no content: nothing is left of it but what was told.
+        cut: the stop string before which the text was cut off; empty if it was for its length, and None if
+            the model has ended it. A call that it was in the midst of is no content then: nothing is left of
+            it but what was told.
         """
         self._reader.ended, self._reader.cut = True, cut
         return self._parts()
@@ -166,9 +167,9 @@ class Called:
     arguments: str
 
 
-def whole(speech: OutputParser, text: str, *, cut: bool = False) -> list[Reasoning | Content | Called]:
+def whole(speech: OutputParser, text: str, *, cut: str | None = None) -> list[Reasoning | Content | Called]:
     """Return the parts of a text that is complete. A call that was broken off is content, unless the text was
-    cut off within it."""
+    cut off within it. cut: as of `OutputParser.finish`."""
     said = list[Reasoning | Content | Called]()
     names, arguments = dict[int, str](), dict[int, str]()
     for part in [*speech.push(text), *speech.finish(cut=cut)]:
