@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from penstock.base.errors import ConfigError
 from penstock.base.other_names import unknown_argument
-from penstock.base.units import parse_size
+from penstock.base.units import parse_memory
 
 MOST = (1 << 31) - 1
 """The most tokens, blocks and the like: what 32 bits count, and more than any machine holds."""
@@ -152,7 +152,7 @@ class SettingField:
     def _check_size(self, value: Any) -> None:
         try:
             if self.limits[0] != 0 or value not in (0, "0"):
-                parse_size(value, whole=UNKNOWN_WHOLE)
+                parse_memory(value, whole=UNKNOWN_WHOLE)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 

@@ -49,6 +49,17 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
     return size
 
 
+def parse_memory(text: str | int, *, whole: int | None = None) -> int:
+    """Return the bytes that `text` means, as `parse_size` does.
+
+    Raises ConfigError also for a small number without a unit: nobody means 24 bytes of memory.
+    """
+    size = parse_size(text, whole=whole)
+    if isinstance(text, str) and text.strip().isdecimal() and size < 1_000_000:
+        raise ConfigError(f"size {text!r} would be {counted(size, 'byte')}; write its unit, as in 16GiB")
+    return size
+
+
 def parse_tokens(text: str) -> int | None:
     """Return the number that a count of tokens with a K or an M means: `32K` is 32,768, `1.5K` is 1,536. None
     for any other text."""

@@ -18,7 +18,7 @@ from penstock.base import setting
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
-from penstock.base.units import parse_size
+from penstock.base.units import parse_memory, parse_size
 from penstock.cli.command import Decorator, TokenRange, debug_option, option
 from penstock.cli.models import download_option
 from penstock.cli.terminal import say
@@ -41,7 +41,7 @@ def checked(check: Callable[[Any], object], ctx: click.Context, parameter: click
     return value
 
 
-size = partial(checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
+size = partial(checked, lambda text: parse_memory(text, whole=UNKNOWN_WHOLE))
 """The callback of a flag that takes a size, and is no setting of the engine."""
 
 

@@ -8,6 +8,7 @@ time.
 
 import errno
 import os
+from codecs import BOM_UTF8
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -52,6 +53,10 @@ class _BatchLine(Struct, kw_only=True):
     method: str = "POST"
     url: str
     body: dict[str, Any]
+
+
+class _Named(Struct):
+    custom_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +315,7 @@ class Batch:
                 line = decoded(text, _BatchLine)
                 one = _InputLine(line.custom_id, met[line.custom_id], line)
             except PenstockError as fault:
-                name = f"line {number}"
+                name = _name(text) or f"line {number}"
                 one = _InputLine(name, met[name], None, fault)
             met[one.name] += 1
             yield one
@@ -319,8 +324,9 @@ class Batch:
         try:
             with self._source.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield number, line
+                    text = line.removeprefix(BOM_UTF8) if number == 1 else line
+                    if text.strip():
+                        yield number, text
         except OSError as fault:
             raise ConfigError(
                 f"{self._source} cannot be read: {fault}; give a file with one JSON request on each line"
@@ -375,6 +381,14 @@ def _answer(line: bytes) -> dict[str, Any] | None:
         return None
     ours = isinstance(found, dict) and isinstance(found.get("custom_id"), str) and "response" in found
     return found if ours else None
+
+
+def _name(text: bytes) -> str:
+    """Return the id in a line that is no request; empty if it has none."""
+    try:
+        return msgspec.json.decode(text, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
 
 
 def _line(custom_id: str, status: int, body: Answer) -> bytes:
