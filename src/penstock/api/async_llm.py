@@ -38,7 +38,7 @@ class AsyncLLM:
     What loads the model raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
 
-    @keywords_of(LLMArguments)
+    @keywords_of(LLMArguments, SETTINGS)
     def __init__(self, arguments: LLMArguments) -> None:
         self._arguments = arguments
         self._lock = threading.Lock()

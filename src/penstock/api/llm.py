@@ -68,7 +68,7 @@ class LLM:
     Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
 
-    @keywords_of(LLMArguments)
+    @keywords_of(LLMArguments, SETTINGS)
     def __init__(self, arguments: LLMArguments) -> None:
         self._open(arguments.config, arguments.progress, arguments.trace, arguments.loading)
 

@@ -130,6 +130,7 @@ _ABSENT = {
     "flash_attn": _FLASH,
     "fa": _FLASH,
     "load_format": ("the form of a checkpoint is known by its files", ""),
+    "tokenizer": ("a checkpoint's own tokenizer is used", ""),
     "mlock": ("weights are not locked in memory", "{host_memory} bounds what they take of it"),
     "no_mmap": ("weights are read into memory in any case", ""),
     "enable_auto_tool_choice": ("a model whose chat template takes tools can call them", ""),
@@ -266,6 +267,17 @@ def named_keywords(settings: Collection[str]) -> Callable[[Callable[P, R]], Call
         return awaited if inspect.iscoroutinefunction(method) else told  # type: ignore[return-value]
 
     return decorate
+
+
+def unknown_setting(name: str, known: Collection[str], requests: Collection[str]) -> str:
+    """Say what may have been meant by a setting of the engine that is not known, behind what is wrong.
+
+    requests: settings that requests have.
+    """
+    if name in requests:
+        return f"; requests have it: SamplingParams({name}=...)"
+    why = _NO_KEYWORDS.get(name)
+    return f"; {why}" if why else unknown_argument(name, known)
 
 
 def _unknown_keyword(name: str, known: Collection[str], settings: Collection[str]) -> str:
