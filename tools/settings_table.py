@@ -23,6 +23,7 @@ A setting has one name in three forms: a flag of the command line (`--device-mem
 What is on or off is a flag without a value; `--no-` before its name turns off what is on by default.
 
 A size is a number with a unit (16GiB, 800MB), a number of bytes, or a share (80%) of the memory in question.
+On the command line and in `penstock.toml` a number of tokens may have a K or an M behind it: 32K is 32,768.
 """
 ENGINE = """
 ## The engine

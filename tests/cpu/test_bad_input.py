@@ -1,6 +1,7 @@
 """Whatever is wrong with a model, a setting or a prompt is said in one line, as an error of its kind, and
 nothing else suffers."""
 
+import asyncio
 import copy
 import inspect
 import json
@@ -8,6 +9,7 @@ import logging
 import math
 import pickle
 import pydoc
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -657,6 +659,14 @@ def test_a_token_that_the_tokenizer_alone_has_ends_one_prompt_and_not_the_engine
         (LLM, "enforce_eager", "here it is graphs=False"),
         (LLM, "device_memry", "did you mean device_memory?"),
         (LLM, "foo", "help() names those that there are"),
+        (LLM, "temperature", "requests have it: SamplingParams(temperature=...)"),
+        (LLM, "stream", "LLM.stream gives out pieces as they come, of a conversation too"),
+        (LLM, "tokenizer", "a checkpoint's own tokenizer is used; leave it out"),
+        (
+            LLM,
+            "kv_cache_dtype",
+            "KV on the device has the model's dtype; host_kv_dtype is that of KV in host memory",
+        ),
         (SamplingParams, "max_token", "did you mean max_tokens?"),
         (SamplingParams, "max_new_tokens", "here it is max_tokens"),
         (SamplingParams, "enforce_eager", "help() names those that there are"),
@@ -684,6 +694,57 @@ def test_an_argument_that_is_not_known_is_answered_with_what_was_meant(
     with pytest.raises(TypeError) as refused:
         made(**{name: 1})
     assert str(refused.value) == f"{made.__name__}() got an unexpected keyword argument {name!r}; {said}"
+
+
+METHODS = (
+    (LLM.generate, "sampling_params", "here it is params"),
+    (LLM.generate, "max_tokens", "it is a setting: give params=SamplingParams(max_tokens=...)"),
+    (LLM.generate, "max_new_tokens", "it is a setting: give params=SamplingParams(max_tokens=...)"),
+    (LLM.generate, "prompt_token_ids", "here it is prompts, which may be lists of token ids"),
+    (LLM.generate, "prompt", "did you mean prompts?"),
+    (LLM.generate, "use_tqdm", "LLM(progress=...) shows or hides the bar"),
+    (LLM.generate, "lora_request", "here it is lora, the name of an adapter"),
+    (LLM.generate, "foo", "help() names those that there are"),
+    (LLM.chat, "stream", "LLM.stream gives out pieces as they come, of a conversation too"),
+    (LLM.chat, "sampling_params", "here it is params"),
+    (LLM.chat, "temperature", "it is a setting: give params=SamplingParams(temperature=...)"),
+    (LLM.chat, "guided_decoding", "it is a setting: give params=SamplingParams(structure=...)"),
+    (LLM.chat, "tool_choice", "the model chooses; a server's /v1/chat/completions has tool_choice"),
+    (LLM.chat, "message", "did you mean messages?"),
+    (LLM.stream, "sampling_params", "here it is params"),
+    (LLM.stream, "max_length", "it is a setting: give params=SamplingParams(max_tokens=...)"),
+    (LLM.embed, "max_tokens", "help() names those that there are"),
+    (LLM.score, "document", "did you mean documents?"),
+)
+
+
+@pytest.mark.parametrize(("method", "name", "said"), METHODS)
+def test_a_keyword_that_a_method_does_not_know_is_answered_with_what_was_meant(
+    method: Any, name: str, said: str
+) -> None:
+    with pytest.raises(TypeError) as refused:
+        method(None, "Hello", **{name: 1})
+    assert str(refused.value) == (
+        f"{method.__qualname__}() got an unexpected keyword argument {name!r}; {said}"
+    )
+
+    async def beside() -> None:
+        made = getattr(AsyncLLM, method.__name__)(None, "Hello", **{name: 1})
+        await made
+
+    with pytest.raises(TypeError, match=re.escape(said)):
+        asyncio.run(beside())
+
+
+def test_signatures_of_methods_are_readable() -> None:
+    for kind in (LLM, AsyncLLM):
+        shown = inspect.signature(kind.stream)
+        assert "lambda" not in str(shown)
+        assert shown.parameters["params"].default is None
+        assert "0x" not in pydoc.plaintext.document(kind)
+        assert [*inspect.signature(kind.chat).parameters][:3] == ["self", "messages", "params"]
+    assert inspect.signature(LLM.stream).parameters["until"].default is None
+    assert inspect.iscoroutinefunction(AsyncLLM.generate)
 
 
 def test_settings_that_are_changed_say_that_they_cannot_be() -> None:

@@ -3,9 +3,11 @@ ended."""
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,17 +126,18 @@ def test_what_cannot_be_served_is_said_in_its_line(llm: LLM, tmp_path: Path) -> 
         "f": line("f", prompt="Hello", max_tokens=3, **{"model": "another"}),
         "line 8": "{nonsense",
         "line 9": '{"url": "/v1/completions", "body": {}}',
+        "named": '{"custom_id": "named", "body": {}}',
         "g": line("g", prompt="Hello", max_tokens=3, suffix="there"),
     }
     source.write_text("\n".join([*lines.values(), lines["a"]]))
-    assert Batch(source, target).run(llm, NAMES) == Tally(11, 11, 10)
+    assert Batch(source, target).run(llm, NAMES) == Tally(12, 12, 11)
     texts = [json.loads(one) for one in target.read_text().splitlines()]
     bad = {one["custom_id"]: one["response"] for one in texts if one["response"]["status_code"] != 200}
     assert set(bad) == {*lines}, "the second line of that id among them"
     for name, part in {
         "many": "context", "b": "max_tokens -1", "c": "/v1/embeddings", "d": "stream", "e": "modell",
         "f": "'another'", "line 8": "JSON",
-        "line 9": "custom_id", "g": "suffix", "a": "another line",
+        "line 9": "custom_id", "named": "url", "g": "suffix", "a": "another line",
     }.items():  # fmt: skip
         assert part in bad[name]["body"]["error"]["message"], name
     assert sum(one["response"]["status_code"] == 200 for one in texts) == 1
@@ -336,6 +339,72 @@ def test_a_file_of_something_else_is_left_as_it_is(precious: bytes, tmp_path: Pa
     with pytest.raises(ConfigError, match="out has a line that is no answer of a batch; name another file"):
         Batch(source, target)
     assert target.read_bytes() == precious
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """Files may have so many bytes, as on a disk that is full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_keeps_what_was_answered_and_is_named(llm: LLM, tmp_path: Path) -> None:
+    asked = requests(6)
+    source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    source.write_text("\n".join(asked.values()))
+    Batch(source, whole).run(llm, NAMES)
+    every, sizes = answers(whole), [len(one) + 1 for one in whole.read_bytes().splitlines()]
+    kept = 0
+    for most in (sum(sizes[:2]) + 40, sum(sizes[:4]) + 1):
+        with room(most), pytest.raises(ConfigError) as refused:
+            Batch(source, target).run(llm, NAMES)
+        found = answers(target)  # Whole lines.
+        assert len(found) > kept
+        kept = len(found)
+        assert str(refused.value) == (
+            f"{target} cannot be written: File too large; {kept} answers of 6 are kept there; free some "
+            "space, and run it again, which goes on behind them"
+        )
+    before = target.read_bytes()
+    assert Batch(source, target).run(llm, NAMES) == Tally(6, 6, 0)
+    assert target.read_bytes().startswith(before)
+    texts = [
+        {name: one["body"]["choices"] for name, one in some.items()}  # type: ignore[index]
+        for some in (answers(target), every)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_device_that_is_full_is_named_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a", prompt="Hi", max_tokens=1))
+    (tmp_path / "out.jsonl").symlink_to("/dev/full")
+    assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--quiet", *FEW]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/out.jsonl cannot be written: No space left on device; 0 answers of 1 are kept" in said
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(llm: LLM, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.write_text(line("a", prompt="Hello", max_tokens=1), encoding="utf-8-sig")
+    assert Batch(source, tmp_path / "out").run(llm, NAMES) == Tally(1, 1, 0)
+
+
+def test_lines_of_one_id_of_which_one_is_no_request_are_each_answered(llm: LLM, tmp_path: Path) -> None:
+    good, ill = line("a", prompt="Hello", max_tokens=1), '{"custom_id": "a", "body": {}}'
+    for lines in ([good, ill], [ill, good]):
+        source, target = tmp_path / "in", tmp_path / "out"
+        target.unlink(missing_ok=True)
+        source.write_text("\n".join(lines))
+        for _ in range(2):  # What was answered is not asked again.
+            assert Batch(source, target).run(llm, NAMES) == Tally(2, 2, 1)
+            told = [json.loads(one)["response"]["status_code"] for one in target.read_text().splitlines()]
+            assert told == [200 if one is good else 400 for one in lines]
 
 
 def test_answers_go_to_another_file_than_that_of_requests(tmp_path: Path) -> None:

@@ -237,7 +237,10 @@ def test_python_gives_a_template_its_variables(speaker: Path) -> None:
         for messages, said in (
             ("hi", "chat takes a list of messages, not a text; give chat\\("),
             (7, "and this is of type int"),
-            ([talk], "and this is a list with a value of type list"),
+            (talk[0], "and this is of type dict"),
+            ([talk[0], talk], "and this is a list with a value of type list"),
+            ([talk, []], "messages must be a list with at least one"),
+            ([talk, [{"role": "bot", "content": "hi"}]], "messages\\[0\\].role 'bot' is none; use one of"),
         ):
             with pytest.raises(RequestError, match=said):
                 llm.chat(messages)  # type: ignore[arg-type]
@@ -254,6 +257,24 @@ def test_python_gives_a_template_its_variables(speaker: Path) -> None:
             return await llm.chat(talk, few, chat_template_kwargs={"reasoning_effort": "high"})
 
     assert asyncio.run(beside()).prompt_tokens == asked.prompt_tokens
+
+
+def test_several_conversations_are_answered_at_once_each_by_itself(speaker: Path) -> None:
+    talks = [[{"role": "user", "content": text}] for text in ("hi", "ho")]
+    params = [SamplingParams(max_tokens=most, temperature=0) for most in (2, 3)]
+    with LLM(speaker) as llm:
+        found = llm.chat(talks, params)
+        assert found == [llm.chat(talk, own) for talk, own in zip(talks, params, strict=True)]
+        assert [len(one.tokens) for one in found] == [2, 3]
+        assert [one.prompt for one in llm.chat(talks[:1], params[0])] == [found[0].prompt]
+        with pytest.raises(RequestError, match="there are 1 SamplingParams for 2 prompts"):
+            llm.chat(talks, params[:1])
+
+    async def beside() -> list[Completion]:
+        async with AsyncLLM(speaker) as llm:
+            return await llm.chat(talks, params)
+
+    assert [one.text for one in asyncio.run(beside())] == [one.text for one in found]
 
 
 # -- at a terminal

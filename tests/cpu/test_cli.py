@@ -36,12 +36,13 @@ from penstock.api.llm import LLM, SHIPPED_MODEL
 from penstock.base.config import Config
 from penstock.base.meter import WeightStats
 from penstock.base.setting import settings_of
-from penstock.cli import load, prompt
+from penstock.cli import load, progress, prompt
 from penstock.cli import main as entry
 from penstock.cli.chat_commands import help_text
 from penstock.cli.commands.run import command as run_command
 from penstock.cli.live import LiveLine
 from penstock.cli.main import main
+from penstock.cli.progress import byte_progress
 from penstock.engine import placing
 from penstock.memory import probe
 from penstock.step.params import SamplingParams
@@ -655,6 +656,23 @@ def test_loading_that_takes_long_has_a_bar_which_goes_away(monkeypatch: pytest.M
             tell("more", 1, 2)
             assert "more" in seen()
         assert seen().endswith("\x1b[1A\x1b[2K")
+
+
+def test_bytes_have_a_bar_on_a_terminal_once_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    with screen(monkeypatch) as seen:
+        with byte_progress("packing", 100):
+            pass
+        assert "packing" not in seen()
+        with byte_progress("packing", 100) as tell:
+            tell(40)
+            tell(60)
+        assert "packing" in (shown := seen())
+        assert "100/100 bytes" in shown
+        monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.setattr(progress, "LINES_EVERY", 0.0)
+        with byte_progress("packing", 100) as tell:
+            tell(40)
+        assert "packing: 40 B of 100 B, " in seen()
 
 
 def test_loading_that_is_quick_or_not_looked_at_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,8 +357,8 @@ def test_a_model_that_changes_while_it_starts(tmp_path: Path, when: str) -> None
         real(self, *given)  # type: ignore[arg-type]
         change()
 
-    def result(self: Hashing) -> identity.Digests:
-        found = wait(self)
+    def result(self: Hashing, *given: Any) -> identity.Digests:
+        found = wait(self, *given)
         change()
         return found
 

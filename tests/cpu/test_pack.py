@@ -4,6 +4,7 @@ one is said in one line."""
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import forks
 import tiny
 from packs import read_group, run_of
 from penstock.arch.layout import GroupId, GroupKind, group_layouts
+from penstock.base.config import SHIPPED_MODEL
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.cli.main import main
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -1014,3 +1016,37 @@ def test_links_of_a_pack_are_looked_at_before_its_manifest_is_read(tmp_path: Pat
     (tmp_path / "pack" / MANIFEST).symlink_to("../secret")
     with pytest.raises(CheckpointError, match="outside of the model's directory"):
         Pack.open(tmp_path / "pack")
+
+
+def test_how_far_packing_is_is_told_also_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing comes first, which reads everything, and checks read everything again."""
+    shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
+    out = tmp_path / "model.pack"
+    monkeypatch.setattr("penstock.cli.commands.pack.CACHE", tmp_path / "cache")
+    assert main(["pack", str(tmp_path / "model"), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().err == "", "what is done soon is told by no line"
+    shutil.rmtree(out)
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # Files so young are not remembered.
+    monkeypatch.setattr("penstock.cli.progress.LINES_EVERY", 0.0)
+    assert main(["pack", str(tmp_path / "model"), "--dtype", "float32"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    size = r"[\d.]+ [KM]?i?B"
+    for what in ("hashing", "packing"):
+        told = [one for one in lines if re.fullmatch(rf"{what}: {size} of {size}, [\d.]+ [KMG]?B/s", one)]
+        assert told, (what, lines)
+    assert main(["pack", "--verify", str(out)]) == 0
+    assert re.search(rf"(?m)^checking: {size} of {size}, ", capsys.readouterr().err)
+
+
+def test_bytes_that_are_hashed_are_told_and_add_up(tmp_path: Path) -> None:
+    told = list[int]()
+    with Checkpoint.open(SHIPPED_MODEL, tmp_path) as checkpoint:
+        todo = checkpoint.identify()
+        assert todo == (SHIPPED_MODEL / "model.safetensors").stat().st_size
+        digests = checkpoint.digests(told.append)
+    assert sum(told) == todo
+    with Checkpoint.open(SHIPPED_MODEL, tmp_path) as checkpoint:
+        assert checkpoint.identify() == 0
+        assert checkpoint.digests().files == digests.files

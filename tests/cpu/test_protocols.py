@@ -227,12 +227,28 @@ def test_why_a_message_has_ended_is_told(claude: Any) -> None:
     assert end(messages=long, max_tokens=LENGTH) == ("model_context_window_exceeded", None)
 
 
+@pytest.mark.parametrize(
+    ("cut", "why"),
+    [({"max_tokens": 24}, "max_tokens"), ({"stop_sequences": ["weather"]}, "stop_sequence")],
+)
+def test_nothing_of_a_call_that_is_cut_off_is_text(claude: Any, cut: dict[str, Any], why: str) -> None:
+    request = asked("So.\n", *called("weather", **ARGUMENTS), tools=TOOLS, **cut)
+    answer = claude.messages.create(**request)
+    assert ([(one.type, one.text) for one in answer.content], answer.stop_reason) == ([("text", "So.")], why)
+    with claude.messages.stream(**request) as stream:
+        streamed = stream.get_final_message()
+    assert "".join(one.text for one in streamed.content if one.type == "text") == "So."
+    assert streamed.stop_reason == why
+    empty = claude.messages.create(**asked(*called("now"), tools=TOOLS, max_tokens=3))
+    assert (empty.content, empty.stop_reason) == ([], "max_tokens")
+
+
 def test_a_call_that_has_to_be_is_made(claude: Any) -> None:
     for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "now"}):
         with claude.messages.stream(**asked(tools=TOOLS[1:], tool_choice=choice, max_tokens=60)) as stream:
             answer = stream.get_final_message()
-        assert {block.name for block in answer.content if block.type == "tool_use"} == {"now"}
-        assert choice["type"] == "tool" or (answer.stop_reason, len(answer.content)) == ("tool_use", 1)
+        assert [block.name for block in answer.content] == ["now"]
+        assert answer.stop_reason == "tool_use"
 
 
 def test_an_answer_keeps_to_a_schema_at_once_and_is_compact(claude: Any) -> None:
@@ -431,16 +447,17 @@ def test_thoughts_and_calls_come_apart(server: Server, llama: Any) -> None:
     assert [call["function"] for one in found for call in one.get("tool_calls", ())] == functions
     _, _, silent = post(server, "/api/chat", THINK, "Hm.</think>Yes.", **body, think=False, stream=False)
     assert "thinking" not in silent["message"]
-    # A call that is broken off is text.
+    # A call that is cut off is none, and no text.
     _, _, broken = post(
         server,
         "/api/chat",
+        "So.\n",
         *called("weather", **ARGUMENTS),
-        **body | {"options": {"num_predict": 20}},
+        **body | {"options": {"num_predict": 24}},
         stream=False,
     )
-    assert "tool_calls" not in broken["message"]
-    assert broken["message"]["content"].startswith('<tool_call>{"name":"weather"')
+    assert broken["done_reason"] == "length"
+    assert broken["message"] == {"role": "assistant", "content": "So."}
 
 
 def test_results_of_tools_name_their_calls(server: Server) -> None:

@@ -4,7 +4,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -399,7 +400,9 @@ def _few_texts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 def mixed(model: Path, out: Path, told: list[str], store: Path | None = None, group: int = 8) -> Recipe:
     with Checkpoint.open(model) as checkpoint:
-        return mix.write_mix(checkpoint, group, out, "float32", store, "cpu", told.append).recipe
+        return mix.write_mix(
+            checkpoint, group, out, "float32", store, "cpu", mix.MixProgress(told.append)
+        ).recipe
 
 
 def config_of(out: Path) -> dict[str, object]:
@@ -450,6 +453,31 @@ def test_a_model_that_loses_little_has_four_bits(tmp_path: Path, monkeypatch: py
     told = list[str]()
     assert mixed(tiny.checkpoint("llama"), tmp_path / "out", told).int8 == ()
     assert len(told) == 1
+
+
+def test_all_steps_of_a_mix_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes long with a large model."""
+    monkeypatch.setattr(mix, "MOST", 100.0)
+    lines, written, loaded = list[str](), list[int](), set[str]()
+
+    @contextmanager
+    def shown(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        lines.append(f"{what} {total}")
+        yield written.append
+
+    def loading(what: str, done: int, total: int) -> None:
+        loaded.add(what)
+
+    heard = mix.MixProgress(lines.append, lines.append, shown, loading)
+    with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint:
+        mix.write_mix(checkpoint, 8, tmp_path / "out", "float32", None, "cpu", heard)
+    with Pack.open(tmp_path / "out") as pack:
+        size = pack.manifest.size
+    assert lines[0] == "the model writes a text, by which it is judged what few bits cost"
+    assert lines[1] == f"quantising {size}"
+    assert "the model's own text loses" in lines[2]
+    assert sum(written) == size
+    assert loaded == {"loading weights"}
     assert config_of(tmp_path / "out") == Recipe("int4", 8, measured=True).config()
     assert os.listdir(tmp_path) == ["out"]
 
@@ -477,7 +505,7 @@ def test_an_interrupted_choice_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), Checkpoint.open(model) as checkpoint:
-        mix.write_mix(checkpoint, 8, tmp_path / "out", "float32", None, "cpu", stop)
+        mix.write_mix(checkpoint, 8, tmp_path / "out", "float32", None, "cpu", mix.MixProgress(stop))
     assert sorted(os.listdir(tmp_path)) == ["out.trial", "whole"]
     assert mixed(model, tmp_path / "out", again) == whole
     assert again[0] == told[1]
@@ -603,7 +631,7 @@ def test_a_trial_of_another_model_stays(tmp_path: Path) -> None:
             recipe = next(iter(mix.mixes(checkpoint, 8)))
             write_pack(QuantisedCheckpoint(checkpoint, recipe, "float32", torch.device("cpu")), to, "float32")
     with Checkpoint.open(tiny.checkpoint("llama")) as checkpoint:
-        mix.write_mix(checkpoint, 8, out, "float32", None, "cpu", print)
+        mix.write_mix(checkpoint, 8, out, "float32", None, "cpu", mix.MixProgress(print))
     assert (other / "manifest.json").exists()
 
 
@@ -613,5 +641,5 @@ def test_a_mix_of_few_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
     with Checkpoint.open(model) as checkpoint:
-        mix.write_mix(checkpoint, 8, Path("."), "float32", None, "cpu", print)
+        mix.write_mix(checkpoint, 8, Path("."), "float32", None, "cpu", mix.MixProgress(print))
     assert (tmp_path / "out" / "manifest.json").exists()

@@ -303,6 +303,33 @@ def test_log_probabilities_of_a_completion_tell_where_their_tokens_stand(client:
     )
 
 
+def test_what_a_text_does_not_have_takes_no_room_in_it(server: Server, llm: LLM) -> None:
+    """Special tokens that are not shown, and bytes of a character that is not whole yet."""
+    mark = llm.tokenizer.token_to_id("<|user|>")
+    body: dict[str, Any] = {"model": "shipped", "temperature": 0, "max_tokens": 30, "logprobs": 0}
+    grammar = f'start: "Yes" <[{mark}]> "na\u00efve" <[{mark}]> " \U0001f989 so"'
+    body["structured_outputs"] = {"grammar": grammar}
+    echo = {"prompt": "<|user|>The owl", "echo": True}
+    for more in ({"prompt": STORY}, {"prompt": STORY, "skip_special_tokens": False}, echo):
+        status, _, said = server.ask("POST", TEXT, body | more)
+        assert status == 200, said
+        [choice] = said["choices"]
+        text, found = choice["text"], choice["logprobs"]
+        assert "🦉" in text
+        assert ("<|user|>na" in text) == ("skip_special_tokens" in more)
+        ends = [*found["text_offset"][1:], len(text)]
+        parts = [text[at:to] for at, to in zip(found["text_offset"], ends, strict=True)]
+        assert "".join(parts) == text
+        for token, part in zip(found["tokens"], parts, strict=True):
+            assert part in (token, "") or "\ufffd" in token
+            assert part or token.startswith("<") or "\ufffd" in token
+        if more is not echo:
+            _, _, lines = server.ask("POST", TEXT, body | more | {"stream": True})
+            chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith(b"data: {")]
+            told = [one["logprobs"] for chunk in chunks for one in chunk["choices"] if one["logprobs"]]
+            assert [at for one in told for at in one["text_offset"]] == found["text_offset"]
+
+
 def test_a_repeated_prompt_is_told_to_be_cached(client: Any, llm: LLM) -> None:
     tokens = [7 + n % 50 for n in range(200)]
     asked = {"model": "shipped", "prompt": tokens, "temperature": 0, "max_tokens": 2}
@@ -348,7 +375,8 @@ def test_log_probabilities_of_a_prompt_are_those_offline(client: Any, llm: LLM) 
         own = [one.logprob for one in offline.logprobs]
         assert found.token_logprobs[1:] == pytest.approx([*expected[1:], *own], abs=1e-3)
         assert [len(top) for top in found.top_logprobs[1:]] == [1] * (len(tokens) + 1)
-        assert found.text_offset == [sum(map(len, found.tokens[:at])) for at in range(len(found.tokens))]
+        begun = [0 if at < 2 else len("".join(found.tokens[1:at])) for at in range(len(found.tokens))]
+        assert found.text_offset == begun, "what begins the prompt is no part of the text"
         assert choice.text == llm.decode(tokens) + offline.text
         entries = choice.prompt_logprobs
         assert entries[0] is None

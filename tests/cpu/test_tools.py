@@ -157,15 +157,38 @@ def test_without_tools_a_call_is_text_and_what_is_no_call_always_is(client: Any)
     assert streamed(client, asked(CALL, "oh"))[1:] == ([], "<tool_call>oh", "", "stop")
 
 
-def test_a_call_that_is_cut_short_is_none(client: Any) -> None:
-    request = asked(*called("weather", city="Köln", days=2), max_tokens=24)
+CUTS: list[tuple[dict[str, Any], str]] = [
+    *(({"max_tokens": most}, "length") for most in (6, 7, 8, 15, 24)),
+    *(({"stop": stop}, "stop") for stop in ("weather", '"', "Köln", "}")),
+]
+
+
+@pytest.mark.parametrize(("cut", "why"), CUTS, ids=range(len(CUTS)))
+def test_a_call_that_is_cut_short_is_none_and_no_content(client: Any, cut: dict[str, Any], why: str) -> None:
+    request = asked("Let me see.\n", *called("weather", city="Köln", days=2), **cut)
     whole = client.chat.completions.create(**request).choices[0]
-    assert (whole.finish_reason, whole.message.tool_calls) == ("length", None)
-    assert whole.message.content.startswith('<tool_call>{"name":"weather","arguments":{')
+    assert (whole.finish_reason, whole.message.tool_calls) == (why, None)
+    assert whole.message.content.rstrip("\n") == "Let me see."
     _, calls, content, _, reason = streamed(client, request)
-    assert (reason, content) == ("length", "")  # It had begun.
-    assert calls[0]["name"] == "weather"
-    assert whole.message.content.endswith(calls[0]["arguments"])
+    assert (reason, content) == (why, whole.message.content)
+    assert '{"city": "Köln", "days": 2'.startswith("".join(call["arguments"] for call in calls))
+
+
+def test_calls_before_one_that_is_cut_short_are_kept(client: Any) -> None:
+    said = *called("now"), *called("weather", city="Köln", days=2)
+    request = asked(*said, stop="Köln")
+    whole = client.chat.completions.create(**request).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    assert [call.function.name for call in whole.message.tool_calls] == ["now"]
+    _, calls, content, _, reason = streamed(client, request)
+    assert ([call["name"] for call in calls], content, reason) == (["now", "weather"], "", "tool_calls")
+
+
+def test_a_call_that_the_model_itself_leaves_open_is_content(client: Any) -> None:
+    [_, text] = called("weather", city="Köln", days=2)
+    request = asked(CALL, str(text)[:30])
+    whole = client.chat.completions.create(**request).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("stop", f"<tool_call>{str(text)[:30]}")
 
 
 def test_log_probabilities_are_told_of_calls_too(client: Any) -> None:
@@ -205,7 +228,7 @@ def test_a_required_call_is_one_of_the_tools(client: Any, several: bool) -> None
 
 def test_a_named_call_is_that_one_also_in_a_stream_and_behind_reasoning(client: Any) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    request = asked(tool_choice=named, parallel_tool_calls=False, reasoning_effort="none")
+    request = asked(tool_choice=named, reasoning_effort="none")
     [call] = client.chat.completions.create(**request).choices[0].message.tool_calls
     assert call.function.name == "weather"
     _, calls, content, reasoning, reason = streamed(client, request)

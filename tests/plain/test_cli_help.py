@@ -535,6 +535,92 @@ def test_what_other_engines_call_otherwise_is_named_as_it_is_here() -> None:
     assert not absent & options
 
 
+def test_a_number_of_tokens_may_have_a_k_or_an_m(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for context in ("32K", "32768"):
+        assert main(["plan", "8B", "--machine", "desktop-24", "--context", context, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert main(["plan", "8B", "--context", "32X"]) == 2
+    assert "'32X' is not a valid number of tokens; write it like 4096 or 32K\n" in capsys.readouterr().err
+    assert main(["run", "--max-length", "0K", "/nowhere", "x"]) == 2
+    assert "0 is not in the range x>=1" in capsys.readouterr().err
+    assert main(["run", "--max-length", "2k", "--max-tokens", "1K", "/nowhere", "x"]) == 2
+    assert "'/nowhere' does not exist" in capsys.readouterr().err
+    counting = {
+        "--max-length",
+        "--max-step-tokens",
+        "--kv-tile",
+        "--block-size",
+        "--max-tokens",
+        "--min-tokens",
+    }
+    for name in ("run", "chat", "serve", "batch"):
+        command = import_module(f"penstock.cli.commands.{name}").command
+        for one in command.params:
+            if counting & {*one.opts}:
+                assert one.type.convert("1K", one, None) == 1024, f"{name} {one.opts}"
+        assert counting & {opt for one in command.params for opt in one.opts}
+
+
+HINTS = (
+    (
+        ["run", "-ngl", "99", "hi"],
+        "-ngl'; here it is --device-memory, such as 16GiB; what does not fit streams",
+    ),
+    (["serve", "-ngl", "99"], "-ngl'; here it is --device-memory, such as 16GiB; what does not fit streams"),
+    (["run", "-c", "4096", "hi"], "-c'; here it is --max-length"),
+    (["run", "-np", "2", "hi"], "-np'; here it is --max-sequences"),
+    (["run", "-t", "4", "hi"], "-t'; here it is --threads"),
+    (["run", "-m", "X", "hi"], "-m'; it stands without one: penstock run [MODEL] PROMPT"),
+    (["run", "--model", "X", "hi"], "--model'; it stands without one: penstock run [MODEL] PROMPT"),
+    (["chat", "--model", "X"], "--model'; it stands without one: penstock chat [MODEL]"),
+    (["plan", "-hf", "X"], "-hf'; it stands without one: penstock plan MODEL"),
+    (["batch", "a", "b", "-m", "X"], "-m'; here it is --model"),
+    (["run", "-p", "hi"], "-p'; it stands without one: penstock run [MODEL] PROMPT"),
+    (["chat", "-p", "hi"], "-p'; see penstock chat --help"),
+    (["run", "--chat-template", "x", "hi"], "--chat-template'; conversations are written by"),
+    (
+        ["serve", "--kv-cache-dtype", "fp8"],
+        "--kv-cache-dtype'; KV on the device has the model's dtype; --host",
+    ),
+    (["run", "-ctk", "q8_0", "hi"], "-ctk'; KV on the device has the model's dtype; --host-kv-dtype is"),
+    (["serve", "--tool-call-parser", "hermes"], "--tool-call-parser'; here it is --tool-parser"),
+    (["run", "--flash-attn", "hi"], "--flash-attn'; attention is always computed in tiles"),
+    (["run", "-fa", "hi"], "-fa'; attention is always computed in tiles"),
+    (["run", "--mlock", "hi"], "--mlock'; weights are not locked in memory; --host-memory bounds"),
+    (["serve", "--load-format", "dummy"], "--load-format'; the form of a checkpoint is known by its files"),
+    (["run", "--batch-size", "8", "hi"], "--batch-size'; here it is --max-step-tokens"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "said"), HINTS)
+def test_an_option_that_people_know_from_elsewhere_is_answered_with_ours(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert f"penstock: error: no such option '{said}" in capsys.readouterr().err
+
+
+def test_what_is_a_value_or_stands_behind_two_dashes_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--stop", "-np", "/nowhere", "hi"]) == 2
+    assert main(["run", "/nowhere", "--", "-ngl"]) == 2
+    for line in capsys.readouterr().err.splitlines():
+        assert "'/nowhere' does not exist" in line
+
+
+def test_commands_that_people_know_from_elsewhere_are_answered_with_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for theirs, ours in other_names._COMMANDS.items():
+        assert theirs not in COMMANDS
+        assert ours.split()[0] in COMMANDS
+        assert main([theirs, "x"]) == 2
+        assert capsys.readouterr().err == (
+            f"penstock: error: no such command {theirs!r}; here it is penstock {ours}\n"
+        )
+
+
 def test_what_is_named_instead_of_an_absent_argument_exists() -> None:
     names = {one.name for one in (*fields(SamplingParams), *fields(Config))}
     for theirs, (_, instead) in other_names._ABSENT.items():

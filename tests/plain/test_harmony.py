@@ -138,6 +138,23 @@ def test_a_call_that_breaks_off_is_content_where_it_was_not_told_yet(text: str, 
         assert said[0].text.replace(APART, "") == text + last
 
 
+def test_nothing_of_a_call_that_is_cut_off_is_content_nor_a_call() -> None:
+    text = f'{THOUGHT}Hm.{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{TO}{{"city": "K<o"}}<|call|>'
+    end = text.index("}<|call|>")
+    for size in range(len(text) + 1):
+        found = whole(HarmonyParser(FUNCTIONS), text[:size], cut="")
+        assert [one for one in found if isinstance(one, Called)] == (
+            [Called("weather", '{"city": "K<o"}')] if size > end else []
+        )
+        said = "".join(one.text for one in found if isinstance(one, Content))
+        if not any(text[:size].endswith(mark[:n]) for mark in MARKS for n in range(1, len(mark))):
+            assert "I look.".startswith(said)  # A mark is one token: none is ever cut.
+            assert said == "I look." or size < text.index(TO)
+    # A mark behind it says that the model has ended it.
+    broken = f'{TO}{{"a": "x<|call|>'
+    assert whole(HarmonyParser(FUNCTIONS), broken, cut="") == [Content('{"a": "x')]
+
+
 def test_calls_are_text_where_there_are_no_functions_and_one_is_enough_where_one_is_asked_for() -> None:
     assert parts([f"{TO}{{}}"], {}) == [Content("{}")]
     assert parts([f"{TO}{{}} more{NEXT}{TO}{{}}{NEXT}{ANSWER}x"], several=False) == call("weather", "{}")

@@ -238,6 +238,56 @@ def test_a_call_that_breaks_off_is_content_where_it_was_not_told_yet(name: str, 
     assert whole(speech(name), text) == [Content(text)]
 
 
+MARKS_OF_CALLS = [mark for one in FORMATS.values() for mark in (*one.markers, *one.others)]
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "text", "expected"),
+    [one for one in WELL if one[0] is not None],
+    ids=[at for at, one in enumerate(WELL) if one[0] is not None],
+)
+def test_nothing_of_a_call_that_is_cut_off_is_content(
+    name: str, how: dict[str, Any], text: str, expected: list[Part]
+) -> None:
+    """Wherever it is cut: content is what comes before and behind calls, and calls are those that are whole.
+    Only up to three characters of a marker may be text."""
+    every = whole(speech(name, **how), text)
+    named = [one for one in every if isinstance(one, Called)]
+    said = "".join(one.text for one in every if isinstance(one, Content))
+    for size in range(len(text) + 1):
+        begun = text[:size]
+        found = whole(speech(name, **how), begun, cut="")
+        calls_of = [one for one in found if isinstance(one, Called)]
+        assert calls_of == named[: len(calls_of)]
+        told = "".join(one.text for one in found if isinstance(one, Content))
+        begins = ["", *(mark[:n] for mark in MARKS_OF_CALLS for n in range(1, 4))]
+        assert any(one.begin.startswith(begun) for one in REASONING_MARKS.values()) or any(
+            told.endswith(begin) and said.startswith(told.removesuffix(begin).strip()) for begin in begins
+        ), (begun, told)
+        made = speech(name, **how)
+        given = [part for one in begun for part in made.push(one)] + made.finish(cut="")
+        assert "".join(one.text for one in given if isinstance(one, Content | Broken)) == told
+        if not any(isinstance(one, Begin) for one in expected):
+            assert told == said[: len(told)]
+
+
+def test_what_may_be_no_call_is_kept_where_an_answer_is_cut_off() -> None:
+    for text in ('{"ans', '{"name": "Anna', '{"nowhere"', "a < b", "a <to", "a [TODO", '{"answer": {"name":'):
+        assert whole(speech("llama3_json"), text, cut="") == [Content(text)]
+        assert whole(speech("hermes"), text, cut="") == [Content(text)]
+    for text in ('{"name": "no', '{ "name"', '{"type": "function", "name": "weather", "para'):
+        assert whole(speech("llama3_json"), text, cut="") == []
+        assert whole(speech("llama3_json"), text) == [Content(text)]
+    assert whole(speech("hermes"), "a\n<too", cut="") == [Content("a\n")]
+    for text, stop in (("a <", "tool"), ("a <tool", "_call>"), ("a <to", "ol_call>{")):
+        assert whole(speech("hermes"), text, cut=stop) == [Content("a ")]
+        assert whole(speech("hermes"), text, cut="!") == [Content(text)]
+    assert whole(speech("hermes"), "a\n<tool_c") == [Content("a\n<tool_c")]
+    # What is malformed before the cut is content as ever.
+    text = '<tool_call>no</tool_call> b <tool_call>{"name": "x", "arg'
+    assert whole(speech("hermes"), text, cut="") == [Content("<tool_call>no</tool_call> b ")]
+
+
 def test_a_call_behind_a_broken_one_is_a_call() -> None:
     text = '<tool_call>{"name": "x", "arguments": {,}}</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
     assert whole(speech("hermes"), text) == [

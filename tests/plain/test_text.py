@@ -463,6 +463,8 @@ def test_template_recovers_after_it_ran_too_long(monkeypatch: pytest.MonkeyPatch
         ([], "at least one"),
         (["hello"], r"messages\[0\] must be a mapping with a role"),
         ([*HELLO, {"content": "x"}], r"messages\[1\] must be a mapping with a role"),
+        ([{"role": "bot", "content": "x"}], r"messages\[0\].role 'bot' is none; use one of system, dev"),
+        ([*HELLO, {"role": "User", "content": "x"}], r"messages\[1\].role 'User' is none; use one of"),
         ([{"role": 3, "content": "x"}], "with a role"),
         ([{"role": "user"}], "has content of type"),
         ([{"role": "user", "content": 3}], "of type int"),

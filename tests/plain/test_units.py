@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.base.units import format_duration, parse_size
+from penstock.base.units import format_duration, parse_memory, parse_size, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,22 @@ from penstock.base.units import format_duration, parse_size
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("32K", 32768), ("1m", 1 << 20), ("1.5K", 1536), (" 4K ", 4096), ("0K", 0)]
+    + [(text, None) for text in ("4096", "32KB", "32KiB", "0.3K", "-1K", "K", "32k tokens", "1G", "\u0663K")],
+)
+def test_counts_of_tokens(text: str, count: int | None) -> None:
+    assert parse_tokens(text) == count
+
+
+def test_memory_has_a_unit_where_a_number_is_too_small_for_bytes() -> None:
+    with pytest.raises(ConfigError, match=r"^size '24' would be 24 bytes; write its unit, as in 16GiB$"):
+        parse_memory("24")
+    for text, size in (("1048576", 1 << 20), ("24B", 24), (24, 24), ("16GiB", 16 << 30)):
+        assert parse_memory(text) == size
 
 
 def test_a_share_is_of_a_whole() -> None:

@@ -7,22 +7,23 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, overload
 
 from penstock.api.arguments import LLMArguments
 from penstock.api.limits import ServingLimits
 from penstock.api.llm import LLM
 from penstock.api.outputs import Completion, Delta, Embedding, Score
-from penstock.api.reader import Message, Prompt, each_of, paired
+from penstock.api.reader import Message, Prompt, each_of, paired, several
 from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.sleeping import Sleep
 from penstock.api.stepping import AsyncRequest, StepThread
 from penstock.base.errors import EngineClosedError
+from penstock.base.other_names import named_keywords
 from penstock.base.setting import keywords_of
 from penstock.engine.engine import Stats
 from penstock.step.adapter import LoadedAdapter
-from penstock.step.params import SamplingParams
+from penstock.step.params import SETTINGS, SamplingParams
 
 
 class AsyncLLM:
@@ -37,7 +38,7 @@ class AsyncLLM:
     What loads the model raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
 
-    @keywords_of(LLMArguments)
+    @keywords_of(LLMArguments, SETTINGS)
     def __init__(self, arguments: LLMArguments) -> None:
         self._arguments = arguments
         self._lock = threading.Lock()
@@ -46,6 +47,7 @@ class AsyncLLM:
 
     # -- generation
 
+    @named_keywords(SETTINGS)
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -67,6 +69,7 @@ class AsyncLLM:
         adapted = [one.adapted(name) for one, name in zip(ready, names, strict=True)]
         return await self._complete(adapted, steps)
 
+    @named_keywords(SETTINGS)
     async def embed(
         self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None
     ) -> list[Embedding]:
@@ -81,6 +84,7 @@ class AsyncLLM:
         found = await self._complete(await asyncio.to_thread(read), steps)
         return [llm.reader.embedder.embedding(completion, dimensions) for completion in found]
 
+    @named_keywords(SETTINGS)
     async def score(
         self,
         query: str | Sequence[str],
@@ -107,6 +111,7 @@ class AsyncLLM:
                 steps.leave(request)
         return [request.completion() for request in requests]
 
+    @named_keywords(SETTINGS)
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, lora: str | None = None
     ) -> "AsyncCompletionStream":
@@ -115,6 +120,7 @@ class AsyncLLM:
         adapter."""
         return AsyncCompletionStream(self, prompt, params, lora)
 
+    @overload
     async def chat(
         self,
         messages: Sequence[Message],
@@ -123,11 +129,35 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         lora: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> Completion:
-        """Return the model's answer to a conversation, as `LLM.chat` does."""
+    ) -> Completion: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[Completion]: ...
+
+    @named_keywords(SETTINGS)
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Completion | list[Completion]:
+        """Return the model's answer to a conversation, or to each of several, as `LLM.chat` does."""
         llm, steps = await self._opened()
-        ready = await asyncio.to_thread(llm.reader.read_chat, messages, params, chat_template_kwargs, tools)
-        return (await self._complete([ready.adapted(lora)], steps))[0]
+        read, more = llm.reader.read_chats, (chat_template_kwargs, tools)
+        chats = await asyncio.to_thread(read, messages, params, lora, *more)
+        answers = await self._complete(chats, steps)
+        return answers if several(messages) else answers[0]
 
     # -- what there is
 

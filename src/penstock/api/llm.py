@@ -2,23 +2,23 @@
 
 import logging
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, overload
 
 from penstock.api.arguments import LLMArguments
+from penstock.api.bar import progress_bar
 from penstock.api.driver import EngineDriver
 from penstock.api.embeddings import Embedder
 from penstock.api.limits import ServingLimits
 from penstock.api.opening import boot_model, open_weights
 from penstock.api.outputs import Completion, Embedding, Score
-from penstock.api.reader import Message, Prompt, PromptReader, each_of, paired
+from penstock.api.reader import Message, Prompt, PromptReader, each_of, paired, several
 from penstock.api.scoring import Pairs
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.api.sleeping import Sleep, Sleeper
@@ -30,6 +30,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import SHIPPED_MODEL as SHIPPED_MODEL
 from penstock.base.config import Config
 from penstock.base.meter import ExpertMap
+from penstock.base.other_names import named_keywords
 from penstock.base.setting import keywords_of
 from penstock.base.trace import Trace
 from penstock.engine.adapters import module_paths
@@ -39,13 +40,10 @@ from penstock.engine.placing import Override, RoutingSource
 from penstock.hub.models import locate
 from penstock.sched.outlook import WaitForecast
 from penstock.step.adapter import LoadedAdapter
-from penstock.step.params import SamplingParams
+from penstock.step.params import SETTINGS, SamplingParams
 from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.streaming.loading import Loading
-
-_BAR_FROM = 2
-"""Prompts from which `generate` shows a progress bar on a terminal."""
 
 _PLACES = {
     "host memory": "host memory, where they are computed with",
@@ -70,7 +68,7 @@ class LLM:
     Raises CheckpointError, UnsupportedModelError, ConfigError, DeviceError, BudgetError.
     """
 
-    @keywords_of(LLMArguments)
+    @keywords_of(LLMArguments, SETTINGS)
     def __init__(self, arguments: LLMArguments) -> None:
         self._open(arguments.config, arguments.progress, arguments.trace, arguments.loading)
 
@@ -214,6 +212,7 @@ class LLM:
 
     # -- generation
 
+    @named_keywords(SETTINGS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -234,6 +233,7 @@ class LLM:
             self.reader.read(*pair).adapted(name) for pair, name in zip(pairs, names, strict=True)
         )
 
+    @named_keywords(SETTINGS)
     def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> list[Embedding]:
         """Return the embedding of one prompt or many, in their order, for a checkpoint that is made for that.
 
@@ -247,6 +247,7 @@ class LLM:
         found = self._complete(self.reader.read_embedding(prompt) for prompt, _ in paired(prompts, None))
         return [embedder.embedding(completion, dimensions) for completion in found]
 
+    @named_keywords(SETTINGS)
     def score(
         self,
         query: str | Sequence[str],
@@ -271,7 +272,8 @@ class LLM:
         groups: list[SequenceGroup] = []
         try:
             groups.extend(self.driver.begin(ready, followed=False) for ready in list(prompts))
-            with self._bar(groups) as advance:
+            made = lambda: self.stats().output_tokens  # noqa: E731
+            with progress_bar(groups, made, shown=self._progress) as advance:
                 for group in groups:
                     while not group.done:
                         self.driver.step()
@@ -280,17 +282,18 @@ class LLM:
             self.driver.abandon(groups)
         return [group.completion() for group in groups]
 
+    @named_keywords(SETTINGS)
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         lora: str | None = None,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] | None = None,
     ) -> "CompletionStream":
-        """Complete one prompt and give out each piece as it becomes certain. `until` is asked before every
-        step, also while the prompt is computed: once it is true, the stream is closed. `lora` is the name of
-        a LoRA adapter.
+        """Complete one prompt and give out each piece as it becomes certain. `until`, if it is given, is
+        asked before every step, also while the prompt is computed: once it is true, the stream is closed.
+        `lora` is the name of a LoRA adapter.
 
         Raises RequestError at once, not at the first piece.
         """
@@ -306,6 +309,7 @@ class LLM:
         RequestError."""
         return self.driver.forecast(self.reader.read(prompt, params).adapted(lora))
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
@@ -314,17 +318,41 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         lora: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> Completion:
-        """Return the model's answer to a conversation: messages with a "role" and a "content".
+    ) -> Completion: ...
 
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[Completion]: ...
+
+    @named_keywords(SETTINGS)
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Completion | list[Completion]:
+        """Return the model's answer to a conversation: messages with a "role" and a "content". Of a list of
+        conversations return the list of answers, all made at once.
+
+        params, lora: as of `generate`.
         tools: functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name",
             "description", "parameters"}}. A call is in the text, as the model writes it.
-        lora: name of the LoRA adapter that answers; None for none.
         chat_template_kwargs: more that the model's chat template reads, such as enable_thinking.
         Raises RequestError.
         """
-        ready = self.reader.read_chat(messages, params, chat_template_kwargs, tools)
-        return self._complete([ready.adapted(lora)])[0]
+        chats = self.reader.read_chats(messages, params, lora, chat_template_kwargs, tools)
+        answers = self._complete(chats)
+        return answers if several(messages) else answers[0]
 
     # -- LoRA adapters
 
@@ -355,34 +383,6 @@ class LLM:
     def clear_prefix_cache(self) -> int:
         """Forget the KV of everything that is not running. Return the number of blocks that were given up."""
         return self.driver.clear_prefix_cache()
-
-    @contextmanager
-    def _bar(self, groups: Sequence[SequenceGroup]) -> Iterator[Callable[[], None]]:
-        shown = self._progress
-        if shown is None:
-            shown = len(groups) >= _BAR_FROM and sys.stderr.isatty()
-        if not shown:
-            yield lambda: None
-            return
-        from rich.console import Console  # 40 ms, and only a terminal wants it
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("prompts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]} tokens/s"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task, before = bar.add_task("", total=len(groups), rate="-"), self.stats().output_tokens
-
-            def advance() -> None:
-                elapsed = bar.tasks[0].elapsed or 0
-                rate = f"{(self.stats().output_tokens - before) / elapsed:,.0f}" if elapsed else "-"
-                bar.update(task, completed=sum(group.done for group in groups), rate=rate)
-
-            yield advance
 
     # -- asleep and awake
 

@@ -23,6 +23,8 @@ class Output:
     """One for each token, where they were asked for."""
     error: str = ""
     """The reason for which it ended early, where the finish reason is `error` and that is known."""
+    stop: str = ""
+    """The stop string that has ended it, if one has (vLLM: stop_reason)."""
 
 
 @dataclass(frozen=True, slots=True)

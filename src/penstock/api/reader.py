@@ -207,6 +207,21 @@ class PromptReader:
         text = self.tokenizer.render_chat(messages, tools=tools or None, **variables)
         return replace(self.read(self._known(self.encode(text, special=False)), params), prompt=text)
 
+    def read_chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams | None] | None,
+        lora: str | Sequence[str | None] | None,
+        chat_template_kwargs: Mapping[str, object] | None,
+        tools: Sequence[Mapping[str, object]] | None,
+    ) -> list[PreparedPrompt]:
+        """Return the prompts of one conversation or many, as `read_chat` does."""
+        pairs: Any = paired(messages, params) if several(messages) else [(messages, params)]
+        return [
+            self.read_chat(own, settings, chat_template_kwargs, tools).adapted(name)
+            for (own, settings), name in zip(pairs, each_of(lora, len(pairs)), strict=True)
+        ]
+
     def is_whole(self, structure: Structure, output: Sequence[int]) -> bool:
         """Tell whether an output that was cut is whole by its structure all the same. Raise
         StructureError."""
@@ -327,6 +342,15 @@ def not_a_prompt(given: object) -> RequestError:
     """Return the error for a value that is no prompt."""
     return RequestError(
         f"the prompt is of type {type(given).__name__}; give text, a list of token ids, or a list of messages"
+    )
+
+
+def several(messages: object) -> bool:
+    """Tell whether these are several conversations, and not the messages of one."""
+    return (
+        isinstance(messages, Sequence)
+        and bool(messages)
+        and all(isinstance(one, Sequence) and not isinstance(one, str | bytes) for one in messages)
     )
 
 

@@ -80,6 +80,7 @@ class OutputSequence:
     text: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
+    stop: str = ""
     cached: tuple[int, int, int] = (0, 0, 0)
     drafts: tuple[int, int] = (0, 0)
     embedding: tuple[float, ...] = ()
@@ -101,20 +102,25 @@ class OutputSequence:
         if event.logprob is not None:
             self.logprobs.append(event.logprob)
         self.finish = event.finish
-        text, stop, stopped = "", "", False
+        text, stopped = "", False
         if self.detokenizer is not None:
             # The token that ends an output is no part of its text.
             ended = self.finish in (FinishReason.STOP, FinishReason.ERROR)
             text = "" if ended else self.detokenizer.push([event.token])
             stopped = self.detokenizer.stopped and not ended
             if stopped:
-                self.finish, stop = FinishReason.STOP, self.detokenizer.matched
+                self.finish, self.stop = FinishReason.STOP, self.detokenizer.matched
             elif self.finish is not None:
                 text += self.detokenizer.finish()
         self.text.append(text)
         self.deltas.append(
             Delta(
-                text, (event.token,), self.finish, self.index, (event.logprob,) if event.logprob else (), stop
+                text,
+                (event.token,),
+                self.finish,
+                self.index,
+                (event.logprob,) if event.logprob else (),
+                self.stop,
             )
         )
         return stopped
@@ -136,6 +142,7 @@ class OutputSequence:
             self.finish or FinishReason.ABORT,
             logprobs,
             self.error,
+            self.stop,
         )
 
 

@@ -19,10 +19,14 @@ class CompletionStream:
     """
 
     def __init__(
-        self, driver: EngineDriver, group: SequenceGroup, until: Callable[[], bool], forecast: WaitForecast
+        self,
+        driver: EngineDriver,
+        group: SequenceGroup,
+        until: Callable[[], bool] | None,
+        forecast: WaitForecast,
     ) -> None:
-        """until: asked before every step; once it is true, the stream is closed."""
-        self._driver, self._group, self._until = driver, group, until
+        """until: asked before every step; once it is true, the stream is closed. None is never."""
+        self._driver, self._group, self._until = driver, group, until or (lambda: False)
         self.forecast = forecast
         """What it had before it when it began, and when its first token was to come."""
         weakref.finalize(self, driver.drop, group).atexit = False

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import FrozenInstanceError
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 Made = TypeVar("Made", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _OURS = {
     "--max-model-len": "--max-length",
@@ -17,10 +19,24 @@ _OURS = {
     "--n-predict": "--max-tokens",
     "--num-predict": "--max-tokens",
     "--temp": "--temperature",
+    "-c": "--max-length",
+    "-m": "--model",
+    "-t": "--threads",
+    "-s": "--seed",
+    "-np": "--max-sequences",
+    "--parallel": "--max-sequences",
+    "-b": "--max-step-tokens",
+    "-ub": "--max-step-tokens",
+    "--batch-size": "--max-step-tokens",
+    "--ubatch-size": "--max-step-tokens",
+    "-sys": "--system",
+    "--system-prompt": "--system",
+    "--tool-call-parser": "--tool-parser",
     "--repeat-penalty": "--repetition-penalty",
     "--gpu-memory-utilization": "--device-memory, such as 90%",
     "--n-gpu-layers": "--device-memory, such as 16GiB; what does not fit streams",
     "--gpu-layers": "--device-memory, such as 16GiB; what does not fit streams",
+    "-ngl": "--device-memory, such as 16GiB; what does not fit streams",
     "--cpu-offload-gb": "--device-memory, such as 16GiB; what does not fit streams",
     "--swap-space": "--host-kv-memory",
     "--max-num-seqs": "--max-sequences",
@@ -33,6 +49,7 @@ _OURS = {
     "--speculative-config": "--speculate",
     "--speculative-model": "--speculate",
     "--model-draft": "--speculate",
+    "-md": "--speculate",
     "--data-parallel-size": "--replicas",
     "--api-key": "--api-keys, a file; or the variable PENSTOCK_API_KEYS: all users of a machine see "
     "what is typed",
@@ -61,6 +78,9 @@ _ARGUMENTS = {
 _BEAMS = "there is no beam search", "{n} is for independent outputs"
 _WORDS = "no words are forbidden", "{logit_bias} of minus infinity forbids a token"
 _BITS = "weights are as the checkpoint has them", "penstock pack --to int4 quantises it"
+_KV_TYPE = "KV on the device has the model's dtype", "{host_kv_dtype} is that of KV in host memory"
+_TEMPLATE = "conversations are written by the checkpoint's own template, chat_template.jinja", ""
+_FLASH = "attention is always computed in tiles, without a switch", ""
 _FORCED = "no token is forced", "{structure} gives an output its form"
 _ABSENT = {
     "quantization": ("a checkpoint's config.json says how it is quantised", ""),
@@ -99,11 +119,66 @@ _ABSENT = {
     "pad_token_id": ("nothing is padded", ""),
     "max_time": ("no time ends an output", "{max_tokens} bounds its length"),
     "data_parallel_size": ("an engine is one replica", "penstock serve --replicas starts several"),
+    "kv_cache_dtype": _KV_TYPE,
+    "cache_type_k": _KV_TYPE,
+    "cache_type_v": _KV_TYPE,
+    "ctk": _KV_TYPE,
+    "ctv": _KV_TYPE,
+    "chat_template": _TEMPLATE,
+    "chat_template_file": _TEMPLATE,
+    "jinja": _TEMPLATE,
+    "flash_attn": _FLASH,
+    "fa": _FLASH,
+    "load_format": ("the form of a checkpoint is known by its files", ""),
+    "tokenizer": ("a checkpoint's own tokenizer is used", ""),
+    "mlock": ("weights are not locked in memory", "{host_memory} bounds what they take of it"),
+    "no_mmap": ("weights are read into memory in any case", ""),
+    "enable_auto_tool_choice": ("a model whose chat template takes tools can call them", ""),
     "load_in_4bit": _BITS,
     "load_in_8bit": _BITS,
 }
 """Options and arguments for what is not needed or does not exist here: what is true instead, and what does
 something similar, with ours in braces."""
+_KEYWORDS = {
+    "sampling_params": "params",
+    "prompt_token_ids": "prompts, which may be lists of token ids",
+    "lora_request": "lora, the name of an adapter",
+    "conversation": "messages",
+}
+"""Keywords of other engines' methods."""
+_NO_KEYWORDS = {
+    "stream": "LLM.stream gives out pieces as they come, of a conversation too",
+    "streaming": "LLM.stream gives out pieces as they come, of a conversation too",
+    "stream_options": "LLM.stream gives out pieces as they come, and its completion counts tokens",
+    "use_tqdm": "LLM(progress=...) shows or hides the bar",
+    "tool_choice": "the model chooses; a server's /v1/chat/completions has tool_choice",
+    "response_format": "SamplingParams(structure=...) gives an output its form",
+    "chat_template": "conversations are written by the checkpoint's own template",
+    "add_generation_prompt": "chat is always answered",
+    "continue_final_message": "generate goes on with a text",
+    "model": "LLM(...) names it",
+}
+"""Keywords of other engines' methods that have no like here, and what does something similar."""
+_STANDING = {
+    "model": ("--model", "-m", "--model-path", "--hf-repo", "-hf"),
+    "prompt": ("--prompt", "-p"),
+}
+"""Options of other engines for what stands here without one, by its name."""
+_COMMANDS = {
+    "download": "pull",
+    "ps": "list",
+    "ls": "list",
+    "models": "list",
+    "remove": "rm",
+    "delete": "rm",
+    "info": "show",
+    "generate": "run",
+    "complete": "run",
+    "server": "serve",
+    "quantize": "pack --to",
+    "convert": "pack",
+}
+"""Our commands by those of other engines."""
 _NEAR = 0.75
 """A slip of the pen is at least so similar to what was meant: names of other things share words, too."""
 
@@ -128,6 +203,23 @@ def absent(theirs: str, known: Collection[str]) -> str | None:
     return f"{why}; {instead.format_map(ours)}"
 
 
+def standing(option: str, arguments: Iterable[str]) -> bool:
+    """Tell whether an option of another engine is for one of these arguments, which stand without one."""
+    return any(option in _STANDING.get(name, ()) for name in arguments)
+
+
+def command_for(name: str) -> str | None:
+    """Return what a command of another engine is called here; None if it is none that we know."""
+    return _COMMANDS.get(name)
+
+
+def is_foreign(option: str) -> bool:
+    """Tell whether it is an option of another engine, of one dash and several letters."""
+    if not re.fullmatch(r"-[a-z]{2,4}", option):
+        return False
+    return option in _OURS or option[1:] in _ABSENT or option in _STANDING["model"]
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the name that was meant, if it differs by a slip of the pen."""
     return next(iter(get_close_matches(name, known, n=1, cutoff=_NEAR)), None)
@@ -143,6 +235,61 @@ def unknown_argument(name: str, known: Collection[str]) -> str:
         return f"; {why}"
     near = nearest(name, known)
     return f"; did you mean {near}?" if near else "; help() names those that there are"
+
+
+def named_keywords(settings: Collection[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator by which a method says what may have been meant by a keyword that it does not know.
+
+    settings: keywords of SamplingParams, which many engines' methods take themselves.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        known = [*inspect.signature(method).parameters]
+
+        def check(names: Iterable[str]) -> None:
+            for name in names:
+                if name not in known:
+                    meant = _unknown_keyword(name, known, settings)
+                    raise TypeError(
+                        f"{method.__qualname__}() got an unexpected keyword argument {name!r}{meant}"
+                    )
+
+        @functools.wraps(method)
+        def told(*args: P.args, **kwargs: P.kwargs) -> R:
+            check(kwargs)
+            return method(*args, **kwargs)
+
+        @functools.wraps(method)
+        async def awaited(*args: P.args, **kwargs: P.kwargs) -> object:
+            check(kwargs)
+            return await method(*args, **kwargs)  # type: ignore[misc]
+
+        return awaited if inspect.iscoroutinefunction(method) else told  # type: ignore[return-value]
+
+    return decorate
+
+
+def unknown_setting(name: str, known: Collection[str], requests: Collection[str]) -> str:
+    """Say what may have been meant by a setting of the engine that is not known, behind what is wrong.
+
+    requests: settings that requests have.
+    """
+    if name in requests:
+        return f"; requests have it: SamplingParams({name}=...)"
+    why = _NO_KEYWORDS.get(name)
+    return f"; {why}" if why else unknown_argument(name, known)
+
+
+def _unknown_keyword(name: str, known: Collection[str], settings: Collection[str]) -> str:
+    ours = _KEYWORDS.get(name, "")
+    if re.split("[, ]", ours)[0] in known:
+        return f"; here it is {ours}"
+    setting = name if name in settings else re.split("[, ]", _ARGUMENTS.get(name, ""))[0]
+    if setting in settings and "params" in known:
+        return f"; it is a setting: give params=SamplingParams({setting}=...)"
+    if why := _NO_KEYWORDS.get(name):
+        return f"; {why}"
+    return unknown_argument(name, known)
 
 
 def _flag(name: str) -> str:

@@ -18,8 +18,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 from penstock.base.errors import ConfigError
-from penstock.base.other_names import unknown_argument
-from penstock.base.units import parse_size
+from penstock.base.other_names import unknown_setting
+from penstock.base.units import parse_memory
 
 MOST = (1 << 31) - 1
 """The most tokens, blocks and the like: what 32 bits count, and more than any machine holds."""
@@ -152,7 +152,7 @@ class SettingField:
     def _check_size(self, value: Any) -> None:
         try:
             if self.limits[0] != 0 or value not in (0, "0"):
-                parse_size(value, whole=UNKNOWN_WHOLE)
+                parse_memory(value, whole=UNKNOWN_WHOLE)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
 
@@ -265,10 +265,11 @@ def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def keywords_of(
-    made: Callable[P, Made],
+    made: Callable[P, Made], requests: Collection[str] = ()
 ) -> Callable[[Callable[[Owner, Made], None]], Callable[Concatenate[Owner, P], None]]:
     """Return a decorator for an `__init__(self, made)` that is then called with the arguments of `made`.
 
+    requests: names of settings that requests have, and the engine has not.
     made: a settings dataclass. Type checkers, editors and help() see its keywords with their types,
     and help() shows each in a line.
     """
@@ -280,7 +281,7 @@ def keywords_of(
                 own.bind(*args, **kwargs)
             except TypeError as error:  # Whoever calls has never heard of `made`.
                 strange = next((name for name in kwargs if name not in own.parameters), None)
-                meant = unknown_argument(strange, own.parameters) if strange else ""
+                meant = unknown_setting(strange, own.parameters, requests) if strange else ""
                 raise TypeError(f"{type(self).__name__}() {error}{meant}") from None
             init(self, made(*args, **kwargs))
 

@@ -11,6 +11,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
 
 _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)([km])\s*", re.IGNORECASE | re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
@@ -46,6 +47,27 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
     if size <= 0:
         raise ConfigError(f"size {text!r} must be above zero; write it like 16GiB or 80%")
     return size
+
+
+def parse_memory(text: str | int, *, whole: int | None = None) -> int:
+    """Return the bytes that `text` means, as `parse_size` does.
+
+    Raises ConfigError also for a small number without a unit: nobody means 24 bytes of memory.
+    """
+    size = parse_size(text, whole=whole)
+    if isinstance(text, str) and text.strip().isdecimal() and size < 1_000_000:
+        raise ConfigError(f"size {text!r} would be {counted(size, 'byte')}; write its unit, as in 16GiB")
+    return size
+
+
+def parse_tokens(text: str) -> int | None:
+    """Return the number that a count of tokens with a K or an M means: `32K` is 32,768, `1.5K` is 1,536. None
+    for any other text."""
+    match = _TOKENS.fullmatch(text)
+    if match is None:
+        return None
+    number = float(match[1]) * _UNITS[match[2].lower()]
+    return int(number) if number.is_integer() else None
 
 
 def format_size(size: float) -> str:

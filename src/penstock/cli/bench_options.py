@@ -8,7 +8,7 @@ import click
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
 from penstock.bench.shapes import SHAPES
-from penstock.cli.command import debug_option, option
+from penstock.cli.command import TOKENS, debug_option, option
 from penstock.cli.models import download_option
 from penstock.cli.options import (
     CPU_COMPUTE,
@@ -47,7 +47,7 @@ BATCH = (
     option(
         WORK,
         "--context",
-        type=COUNT,
+        type=TOKENS,
         metavar="N",
         help="Prompt tokens of each. [2048, or what the model has room for]",
     ),
@@ -145,7 +145,9 @@ CONTEXTS = (
         metavar="N,N,...",
         help="Prompt tokens: 4096,32K,1M. [4K, 8K, 16K and so on, as there is room]",
     ),
-    option(WORK, "--output", type=COUNT, default=8, metavar="N", help="Decode steps to time after each. [8]"),
+    option(
+        WORK, "--output", type=TOKENS, default=8, metavar="N", help="Decode steps to time after each. [8]"
+    ),
     option(
         WORK,
         "--repeat",
@@ -246,8 +248,10 @@ RECORDING = (
         metavar="N",
         help="Prompts, spread evenly over the text. [16]",
     ),
-    option(WORK, "--prompt", type=COUNT, default=384, metavar="N", help="Tokens of each prompt. [384]"),
-    option(WORK, "--output", type=COUNT, default=128, metavar="N", help="Tokens of each continuation. [128]"),
+    option(WORK, "--prompt", type=TOKENS, default=384, metavar="N", help="Tokens of each prompt. [384]"),
+    option(
+        WORK, "--output", type=TOKENS, default=128, metavar="N", help="Tokens of each continuation. [128]"
+    ),
     option(
         WORK,
         "--slots",
@@ -337,14 +341,14 @@ REPLAY = (
     option(
         SERVED,
         "--block-tokens",
-        type=COUNT,
+        type=TOKENS,
         metavar="N",
         help="Tokens for each block of 512 in the trace. [512, or what the model has room for]",
     ),
     option(
         SERVED,
         "--output",
-        type=COUNT,
+        type=TOKENS,
         metavar="N",
         help="Tokens of each answer. [as recorded, in proportion]",
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
-from penstock.base.units import counted
+from penstock.base.units import counted, parse_tokens
 from penstock.cli.conversation import Conversation
 from penstock.cli.editor import Editor
 from penstock.cli.options import check_temperature
@@ -195,7 +195,8 @@ def _number(chat: Chat, name: str, value: str) -> None:
         raise RequestError(f"{name!r} is no setting of the chat; names are {', '.join(_names())}")
     kind = _NUMBERS[name]
     try:
-        number = None if value == "default" else kind(value)
+        tokens = parse_tokens(value) if name == "max_tokens" else None
+        number = None if value == "default" else kind(value) if tokens is None else tokens
     except ValueError as error:
         raise RequestError(
             f"{name} {value!r} is no {'whole number' if kind is int else 'number'}; give one, or default"

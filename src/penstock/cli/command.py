@@ -10,6 +10,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from penstock.base.other_names import is_foreign
+from penstock.base.units import parse_tokens
 from penstock.cli.terminal import say
 
 USUAL_CONFIG = Path("penstock.toml")
@@ -77,10 +79,26 @@ class Command(click.Command):
         What is repeated may be written once with several values: `--lora-modules a=DIR b=DIR`.
         """
         try:
+            self._expect_ours(args, ctx)
             return super().parse_args(ctx, self._repeated(args))
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click forgets which command lacked an option's value
             raise
+
+    def _expect_ours(self, args: list[str], ctx: click.Context) -> None:
+        """Raise click.NoSuchOption for an option of another engine such as -ngl, which click would read as
+        several of ours, or as one with a value."""
+        taking = {
+            opt
+            for one in self.params
+            if isinstance(one, click.Option) and not one.is_flag
+            for opt in one.opts
+        }
+        for before, argument in zip(["", *args], args, strict=False):
+            if argument == "--":
+                return
+            if before not in taking and is_foreign(argument):
+                raise click.NoSuchOption(argument, ctx=ctx)
 
     def _repeated(self, args: list[str]) -> list[str]:
         """Return the arguments with the flag before each of several values NAME=PATH.
@@ -148,6 +166,20 @@ _HELP_ALL: dict[str, Any] = {
     "expose_value": False,
     "help": "Show all options and exit.",
 }
+
+
+class TokenRange(click.IntRange):
+    """Reads a number of tokens, also with a K or an M behind it, which are 1,024 and 1,048,576."""
+
+    name = "number of tokens; write it like 4096 or 32K"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number. Raise click.BadParameter."""
+        counted = parse_tokens(value) if isinstance(value, str) else None
+        return super().convert(value if counted is None else counted, param, ctx)
+
+
+TOKENS = TokenRange(min=1)
 
 
 def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -15,7 +15,7 @@ import click
 
 from penstock import __version__
 from penstock.base.errors import PenstockError
-from penstock.base.other_names import absent, nearest, ours_for
+from penstock.base.other_names import absent, command_for, nearest, ours_for, standing
 from penstock.cli.command import CONTEXT, Session, config_option, debug_option
 from penstock.cli.terminal import one_line, say
 
@@ -87,6 +87,8 @@ class Root(click.Group):
                 ctx,
             )
         if args[0] not in COMMANDS and not args[0].startswith("-"):
+            if ours := command_for(args[0]):
+                raise click.UsageError(f"no such command {args[0]!r}; here it is penstock {ours}", ctx)
             from difflib import get_close_matches  # 5 ms, and only where there is none of that name
 
             if close := get_close_matches(args[0], COMMANDS, 3):
@@ -189,6 +191,12 @@ def _internal(session: Session, error: Exception) -> int:
     )
 
 
+def _arguments(context: click.Context) -> list[str]:
+    """Return the names of what stands in a command without an option."""
+    names = [param.name or "" for param in context.command.params if isinstance(param, click.Argument)]
+    return [*names, "model", "prompt"] if "arguments" in names else names
+
+
 def _usage(error: click.ClickException) -> str:
     """Return what click found wrong, worded like errors of our own, which say what to try."""
     if isinstance(error, click.NoSuchOption):
@@ -198,7 +206,11 @@ def _usage(error: click.ClickException) -> str:
             return f"error: no such option {error.option_name!r}; here it is {ours}"
         if why := absent(error.option_name, known):
             return f"error: no such option {error.option_name!r}; {why}"
-        if near := nearest(error.option_name, known):
+        standing_ones = _arguments(error.ctx) if error.ctx else []
+        if error.ctx and standing(error.option_name, standing_ones):
+            usage = " ".join([error.ctx.command_path, *error.ctx.command.collect_usage_pieces(error.ctx)[1:]])
+            return f"error: no such option {error.option_name!r}; it stands without one: {usage}"
+        if near := nearest(error.option_name, [name for name in known if name.startswith("-")]):
             return f"error: no such option {error.option_name!r}; did you mean {near}?"
         text = f"no such option {error.option_name!r}"  # The nearest that click knows may be far away.
     else:

@@ -18,8 +18,8 @@ from penstock.base import setting
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError, RequestError
 from penstock.base.setting import MOST, UNKNOWN_WHOLE, SettingField, Size, settings_of
-from penstock.base.units import parse_size
-from penstock.cli.command import Decorator, debug_option, option
+from penstock.base.units import parse_memory, parse_size
+from penstock.cli.command import Decorator, TokenRange, debug_option, option
 from penstock.cli.models import download_option
 from penstock.cli.terminal import say
 from penstock.step.params import SamplingParams
@@ -41,7 +41,7 @@ def checked(check: Callable[[Any], object], ctx: click.Context, parameter: click
     return value
 
 
-size = partial(checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
+size = partial(checked, lambda text: parse_memory(text, whole=UNKNOWN_WHOLE))
 """The callback of a flag that takes a size, and is no setting of the engine."""
 
 
@@ -100,9 +100,10 @@ def flag(one: SettingField, section: str = ENGINE, **instead: object) -> Decorat
 def _click_type(one: SettingField) -> object:
     least, most = one.limits
     highest = most if most < MOST else None
+    whole = TokenRange if one.unit == "tokens" else click.IntRange
     types = {
         Path: click.Path(path_type=Path),
-        int: click.INT if one.choices else click.IntRange(int(least), None if highest is None else int(most)),
+        int: click.INT if one.choices else whole(int(least), None if highest is None else int(most)),
         float: click.FloatRange(least, highest),
     }
     return types.get(one.kind)
@@ -275,7 +276,7 @@ _SAMPLING = (
     option(
         SAMPLING,
         "--min-tokens",
-        type=int,
+        type=TokenRange(),
         default=0,
         metavar="N",
         rare=True,

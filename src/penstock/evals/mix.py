@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from penstock.memory.device import choose_device
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.directory import sync_directory
+from penstock.weights.pack.manifest import place
 from penstock.weights.pack.quantising import QuantisedCheckpoint, recipe_in
 from penstock.weights.pack.reader import Pack
 from penstock.weights.pack.writer import write_pack
@@ -71,7 +72,7 @@ def write_mix(
     dtype: str,
     store: Path | None,
     device: str,
-    tell: Callable[[str], None],
+    telling: "MixProgress",
 ) -> QuantisedCheckpoint:
     """Write the pack of a dense model into `out`, by a mix that loses at most MOST, or else by the one of
     most bits. Return what it was made from.
@@ -81,7 +82,7 @@ def write_mix(
     `out` has been begun.
 
     dtype: of all that stays dense. store: see `write_pack`. device: the name of the one that computes.
-    tell: called with what each mix loses.
+    telling: hears what each mix loses, and how far it all is.
     Raises what LLM, QuantisedCheckpoint and write_pack raise.
     """
     out = Path(os.path.abspath(out))  # "." has no name.
@@ -89,16 +90,41 @@ def write_mix(
     mine = [QuantisedCheckpoint(checkpoint, recipe, dtype, choose_device(device)) for recipe in left]
     begun = recipe_in(out if taken else trial)
     first = list(left).index(begun) if begun in left else 0
-    job = _Trials(mine[first:], list(left.values())[first:], trial, dtype, device, tell)
+    job = _Trials(mine[first:], list(left.values())[first:], trial, dtype, device, telling)
     source = mine[first] if taken else job.run()
     if not taken and store is None:
         with suppress(OSError):  # Where `out` is a disk of its own the pack is made again.
             os.replace(trial, out)
             sync_directory(out.parent)
-    write_pack(source, out, dtype, store)
+    with telling.writing(source, dtype) as progress:
+        write_pack(source, out, dtype, store, progress)
     if _is_pack_of(trial, source):  # And not a stranger's directory of that name.
         shutil.rmtree(trial)
     return source
+
+
+@dataclass(frozen=True, slots=True)
+class MixProgress:
+    """Tells a user how far a mix is.
+
+    lost: takes a line on what a mix loses.
+    begun: takes a line on what is begun, and takes long.
+    shown: of what is done and its bytes, a context that yields what is called with bytes as they are done.
+    loading: see `LLMArguments.loading`.
+    """
+
+    lost: Callable[[str], object]
+    begun: Callable[[str], object] = lambda line: None
+    shown: Callable[[str, int], AbstractContextManager[Callable[[int], None] | None]] = lambda what, total: (
+        nullcontext()
+    )
+    loading: Callable[[str, int, int], None] | None = None
+
+    def writing(
+        self, source: QuantisedCheckpoint, dtype: str
+    ) -> AbstractContextManager[Callable[[int], None] | None]:
+        """Return the context in which a pack is written."""
+        return self.shown("quantising", place(group_layouts(source.spec, source.names, dtype))[-1].end)
 
 
 def _is_taken(out: Path) -> bool:
@@ -131,25 +157,27 @@ class _Trials:
     trial: Path
     dtype: str
     device: str
-    tell: Callable[[str], None]
+    telling: "MixProgress"
 
     def run(self) -> QuantisedCheckpoint:
         """Return one of the mixes that loses at most MOST, or the last, with its pack in the directory."""
+        self.telling.begun("the model writes a text, by which it is judged what few bits cost")
         with self._opened(self.sources[0].path) as llm:
             texts = own_text(llm)
             before = log_perplexity(llm, texts)
         at = 0
         while True:
             source = self.sources[at]
-            write_pack(source, self.trial, self.dtype)
+            with self.telling.writing(source, self.dtype) as progress:
+                write_pack(source, self.trial, self.dtype, progress=progress)
             with self._opened(self.trial) as llm:
                 loss = log_perplexity(llm, texts) - before
             bits = f"{source.bits:.2f} bits a weight"
-            self.tell(f"{source.recipe}: {bits}; the model's own text loses {loss:.3f} a token")
+            self.telling.lost(f"{source.recipe}: {bits}; the model's own text loses {loss:.3f} a token")
             if loss <= MOST:
                 return source
             if source is self.sources[-1]:
-                self.tell(f"no mix loses less than {MOST}; --to int8 does")
+                self.telling.lost(f"no mix loses less than {MOST}; --to int8 does")
                 return source
             shutil.rmtree(self.trial)
             at = following(self.left, at, loss)
@@ -159,7 +187,7 @@ class _Trials:
         return LLM(
             model, dtype=self.dtype, device=self.device, max_sequences=SEQUENCES,
             max_length=min(TOKENS + 1, self.sources[0].spec.max_length),
-            graphs=False, prefix_cache=False, progress=False,
+            graphs=False, prefix_cache=False, progress=False, loading=self.telling.loading,
         )  # fmt: skip
 
 

@@ -6,14 +6,17 @@ for the name of its model is asked again when the model has that name, and so is
 time.
 """
 
+import errno
 import os
+from codecs import BOM_UTF8
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from shutil import copymode
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +24,7 @@ from msgspec import Struct
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt, SequenceGroup
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.units import counted
 from penstock.engine.adapters import adapter_named
 from penstock.server.answers.completions import Answer, AnswerWriter, error, new_id
 from penstock.server.answers.prompts import read
@@ -49,6 +53,10 @@ class _BatchLine(Struct, kw_only=True):
     method: str = "POST"
     url: str
     body: dict[str, Any]
+
+
+class _Named(Struct):
+    custom_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +153,7 @@ class Batch:
         self.lines, self.answered, self.failed = 0, 0, 0
         refused: list[bytes] = []
         tasks = self._tasks(llm, names, refused)
-        with self._target.open("ab") as out:
+        with self._target.open("ab", buffering=0) as out:
             for line in refused:
                 self._put(out, line, failed=True)
             progress(self._tally())
@@ -170,25 +178,39 @@ class Batch:
                         progress(self._tally())
             finally:
                 driver.abandon([group for task in active for group in task.groups])
-                out.flush()
-                with suppress(OSError):
-                    os.fsync(out.fileno())
+                synced = _sync(out)
+            if synced is not None:
+                raise self._unwritten(synced)
         return self._tally()
 
     def _tally(self) -> Tally:
         return Tally(self.lines, self.answered, self.failed)
 
-    def _put(self, out: BinaryIO, line: bytes, *, failed: bool = False) -> None:
-        out.write(line + b"\n")
-        out.flush()
+    def _put(self, out: FileIO, line: bytes, *, failed: bool = False) -> None:
+        """Write an answer. Raise ConfigError if it cannot be; those before it stay, and nothing of it."""
+        size, left = os.fstat(out.fileno()).st_size, memoryview(line + b"\n")
+        try:
+            while left:
+                left = left[out.write(left) :]
+        except OSError as fault:
+            with suppress(OSError):
+                out.truncate(size)
+            raise self._unwritten(fault) from fault
         self.answered += 1
         self.failed += failed
+
+    def _unwritten(self, fault: OSError) -> ConfigError:
+        """Return the error for answers that cannot be written."""
+        return ConfigError(
+            f"{self._target} cannot be written: {fault.strerror}; {counted(self.answered, 'answer')} of "
+            f"{self.lines:,} are kept there; free some space, and run it again, which goes on behind them"
+        )
 
     def _resumed(self) -> dict[str, list[_EarlierAnswer]]:
         """Return what has been answered of each id, and drop a last line that was cut short."""
         kept, whole = defaultdict[str, list[_EarlierAnswer]](list), 0
-        if not self._target.exists():
-            return kept
+        if not (self._target.is_file() or self._target.is_dir()):
+            return kept  # Nor has a pipe or a device answers of an earlier run.
         try:
             with self._target.open("rb+") as out:
                 for line in out:
@@ -237,6 +259,8 @@ class Batch:
             copymode(target, other)
             other.replace(target)
         except OSError as fault:
+            with suppress(OSError):
+                other.unlink(missing_ok=True)
             raise ConfigError(f"{self._target} cannot be written: {fault}; name another file") from fault
         for name, place in again.items():
             del self._kept[name][place:]
@@ -291,7 +315,7 @@ class Batch:
                 line = decoded(text, _BatchLine)
                 one = _InputLine(line.custom_id, met[line.custom_id], line)
             except PenstockError as fault:
-                name = f"line {number}"
+                name = _name(text) or f"line {number}"
                 one = _InputLine(name, met[name], None, fault)
             met[one.name] += 1
             yield one
@@ -300,8 +324,9 @@ class Batch:
         try:
             with self._source.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield number, line
+                    text = line.removeprefix(BOM_UTF8) if number == 1 else line
+                    if text.strip():
+                        yield number, text
         except OSError as fault:
             raise ConfigError(
                 f"{self._source} cannot be read: {fault}; give a file with one JSON request on each line"
@@ -332,6 +357,15 @@ def _read(
     return [one.adapted(lora) for one in ready], writer
 
 
+def _sync(out: FileIO) -> OSError | None:
+    """See that a file is on the disk. Return why it is not; None for what is no file on one."""
+    try:
+        os.fsync(out.fileno())
+    except OSError as fault:
+        return fault if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else None
+    return None
+
+
 def _known(names: Sequence[str] | None, adapters: Collection[str]) -> Callable[[object], bool]:
     """Return what tells whether a name is the model's, or an adapter's. names: None if any may be."""
     return lambda name: (
@@ -347,6 +381,14 @@ def _answer(line: bytes) -> dict[str, Any] | None:
         return None
     ours = isinstance(found, dict) and isinstance(found.get("custom_id"), str) and "response" in found
     return found if ours else None
+
+
+def _name(text: bytes) -> str:
+    """Return the id in a line that is no request; empty if it has none."""
+    try:
+        return msgspec.json.decode(text, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
 
 
 def _line(custom_id: str, status: int, body: Answer) -> bytes:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from penstock.base.errors import RequestError
 from penstock.base.other_names import named_arguments
@@ -138,6 +138,10 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """Return the stop strings as a tuple, also where a single one was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+SETTINGS = frozenset(one.name for one in fields(SamplingParams))
+"""The names of its settings."""
 
 
 def _within(

@@ -297,8 +297,8 @@ class Tokenizer:
     def render_pair(self, name: str, messages: Sequence[Mapping[str, object]]) -> str:
         """Return the prompt for a query and a document, of the chat template of a name. Raises RequestError
         as `render_chat` does."""
-        given = {"messages": conversation(messages), "tools": None, "add_generation_prompt": True}
-        return self._template_of(name).render({**self._names, "documents": None, **given})
+        said = {"messages": conversation(messages, any_role=True), "tools": None, "documents": None}
+        return self._template_of(name).render({**self._names, **said, "add_generation_prompt": True})
 
     def render_chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True,
                     tools: Sequence[Mapping[str, object]] | None = None,

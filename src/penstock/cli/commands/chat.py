@@ -12,7 +12,7 @@ from penstock.cli.answer import TimedAnswer, expect, follow, json_line, record, 
 from penstock.cli.answer_view import AnswerView
 from penstock.cli.chat_commands import NAMES, TAKE_FILES, Asked, Chat, Leave, obey
 from penstock.cli.chat_options import chat_options, template_settings
-from penstock.cli.command import Command, files, option
+from penstock.cli.command import Command, TokenRange, files, option
 from penstock.cli.conversation import AnswerReader, Conversation
 from penstock.cli.editor import Editor, editor
 from penstock.cli.live import LiveLine
@@ -51,7 +51,7 @@ EXAMPLES = r"""
 @option(
     SAMPLING,
     "--max-tokens",
-    type=int,
+    type=TokenRange(),
     metavar="N",
     help="Most tokens of an answer. [what the context has room for]",
 )

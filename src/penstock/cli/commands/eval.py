@@ -11,7 +11,7 @@ import click
 
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
-from penstock.cli.command import CONTEXT, Command, debug_option, option
+from penstock.cli.command import CONTEXT, TOKENS, Command, TokenRange, debug_option, option
 from penstock.cli.load import compute_with, loading_bar
 from penstock.cli.models import download_option, located, taken
 from penstock.cli.options import (
@@ -149,18 +149,18 @@ def ruler(**asked: Any) -> None:
     option(
         WORK,
         "--length",
-        type=click.IntRange(min=2),
+        type=TokenRange(min=2),
         metavar="N",
         help="Tokens of a window. [2048, or what there is room for]",
     ),
     option(
         WORK,
         "--stride",
-        type=_COUNT,
+        type=TOKENS,
         metavar="N",
         help="Tokens from a window to the next; the rest of a window is read again. [the length less 1]",
     ),
-    option(WORK, "--tokens", type=_COUNT, metavar="N", help="Most tokens of the text. [all]"),
+    option(WORK, "--tokens", type=TOKENS, metavar="N", help="Most tokens of the text. [all]"),
     *_LINE,
     *_ENGINE,
 )

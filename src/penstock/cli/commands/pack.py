@@ -1,10 +1,7 @@
 """`penstock pack`: lay a model's weights out for the disk tier, once, and check what was laid out."""
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +13,10 @@ from penstock.base.config import CACHE, Config, check_device
 from penstock.base.errors import CheckpointError
 from penstock.base.units import counted, format_rate, format_size
 from penstock.cli.command import Command, debug_option, option
+from penstock.cli.load import loading_bar
 from penstock.cli.models import download_option, located
-from penstock.cli.progress import progress_bar
-from penstock.cli.terminal import is_terminal, say
+from penstock.cli.progress import byte_progress
+from penstock.cli.terminal import say
 
 if TYPE_CHECKING:  # torch takes 1.2 s
     from penstock.weights.checkpoint.reader import Checkpoint
@@ -133,13 +131,16 @@ def command(
         there = os.path.lexists(out / "manifest.json")
         quantised: QuantisedCheckpoint | None
         try:
+            if unknown := checkpoint.identify():
+                with byte_progress("hashing", unknown) as progress:
+                    checkpoint.digests(progress)
             if format == "int4" and int8 is None:
                 quantised = _mixed(checkpoint, group, out, dtype, store, asked["device"])
             else:
                 quantised = _quantised(checkpoint, recipe, dtype, asked["device"]) if recipe else None
                 source = quantised or checkpoint
                 total = place(group_layouts(source.spec, source.names, dtype))[-1].end
-                with _progress("quantising" if recipe else "packing", total) as progress:
+                with byte_progress("quantising" if recipe else "packing", total) as progress:
                     write_pack(source, out, dtype, store, progress)
         except KeyboardInterrupt:
             say(f"{out} is not finished; the same command goes on where it stopped", faint=True)
@@ -176,32 +177,23 @@ def _mixed(
     checkpoint: "Checkpoint", group: int | None, out: Path, dtype: str, store: Path | None, device: str
 ) -> "QuantisedCheckpoint":
     """Pack in four bits, and in eight where the model needs them."""
-    from penstock.evals.mix import write_mix
+    from penstock.evals.mix import MixProgress, write_mix
 
     check_device(device)
-    tell = partial(say, faint=True)
-    return write_mix(checkpoint, group, out, dtype, store, device, tell)
+    with loading_bar(False) as loading:
+        tell = partial(say, faint=True)
+        telling = MixProgress(tell, tell, byte_progress, loading)
+        return write_mix(checkpoint, group, out, dtype, store, device, telling)
 
 
 def _verify(path: Path) -> None:
     from penstock.weights.pack.reader import Pack  # torch: 1.2 s on two cores
 
     began = time.perf_counter()
-    with Pack.open(path) as pack, _progress("checking", pack.manifest.size) as progress:
+    with Pack.open(path) as pack, byte_progress("checking", pack.manifest.size) as progress:
         pack.verify(progress)
     rate = format_rate(pack.manifest.size / (time.perf_counter() - began))
     click.echo(
         f"{path}: {counted(len(pack.layouts), 'group')} and {counted(len(pack.manifest.files), 'file')} are "
         f"as they were packed ({rate})"
     )
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Show a bar of `total` bytes on a terminal. Yields what is called with bytes as they are done."""
-    if not is_terminal(sys.stderr):
-        yield None
-        return
-    with progress_bar(what, total) as bar:
-        [task] = bar.task_ids
-        yield lambda done: bar.advance(task, done)

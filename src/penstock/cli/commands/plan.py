@@ -16,7 +16,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import CACHE, DTYPES, Config
 from penstock.base.cores import cpu_name, multiplies_halves
 from penstock.base.errors import ConfigError
-from penstock.cli.command import Command, debug_option, files, option
+from penstock.cli.command import TOKENS, Command, debug_option, files, option
 from penstock.cli.figures import PARSERS, parse_cpu_rates
 from penstock.cli.known_costs import SHIPPED
 from penstock.cli.options import engine_flags, with_options
@@ -205,12 +205,12 @@ USUAL = "desktop-24"
 @option(
     WORK,
     "--context",
-    type=_COUNT,
+    type=TOKENS,
     metavar="N",
     help="Tokens of each sequence, prompt and output. [4096, or what the model holds]",
 )
 @option(
-    WORK, "--step-tokens", type=_COUNT, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
+    WORK, "--step-tokens", type=TOKENS, metavar="N", help="Most tokens computed in one step. [8192; cpu: 512]"
 )
 @option(
     WORK,

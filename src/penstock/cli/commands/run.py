@@ -11,7 +11,7 @@ from penstock.base.errors import RequestError
 from penstock.cli.answer import follow, json_line, logprob_entries, record, remark, warn_of_cut
 from penstock.cli.answer_view import AnswerView, can_draw, columns
 from penstock.cli.chat_options import chat_options, template_settings
-from penstock.cli.command import Command, files, option
+from penstock.cli.command import Command, TokenRange, files, option
 from penstock.cli.conversation import AnswerReader, Conversation
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
@@ -108,7 +108,7 @@ class Screen:
 @option(
     SAMPLING,
     "--max-tokens",
-    type=int,
+    type=TokenRange(),
     metavar="N",
     help=f"Most tokens of output. [{USUAL_TOKENS}, or what the context has room for]",
 )

@@ -2,11 +2,12 @@
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import time
 from typing import Protocol
 
 from penstock.api.outputs import Completion, Delta, Output
+from penstock.api.text.detokenize import Detokenizer
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.server.parsing.output_parser import Called, OutputParser, whole
 from penstock.server.parsing.reading import Arguments, Begin, Content, End, Part, Reasoning
@@ -61,6 +62,12 @@ def finish(reason: FinishReason | None, *, calls: bool = False) -> str | None:
     return "tool_calls" if calls else "stop"
 
 
+def cut_before(reason: FinishReason, stop: str) -> str | None:
+    """Return what an output was cut off before: nothing that is known, or a stop string; None if the model
+    has ended it. stop: the stop string that has ended it, if one has."""
+    return stop if reason is not FinishReason.STOP or stop else None
+
+
 def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[Answer]:
     """Return the log-probability of each token, and of the likeliest in its place, as chats have them."""
 
@@ -68,7 +75,7 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> lis
         written = tokenizer.token_bytes(token)
         return {
             "token": written.decode("utf-8", "replace"),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(written),
         }
 
@@ -88,8 +95,10 @@ class _ChatChoice:
         self.ended = 0
         """Calls of tools that are whole."""
 
-    def delta(self, text: str, reason: FinishReason | None) -> Answer:
-        parts = self._speech.push(text) + (self._speech.finish() if reason is not None else [])
+    def delta(self, text: str, reason: FinishReason | None, stop: str) -> Answer:
+        parts = self._speech.push(text)
+        if reason is not None:
+            parts += self._speech.finish(cut=cut_before(reason, stop))
         said = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
         self.ended += sum(isinstance(part, End) for part in parts)
@@ -130,20 +139,22 @@ class Details:
     prompt_logprobs, echoed_logprobs: likeliest tokens that are told with each of the prompt's, in a field of
         their own and before those of the output; None is none.
     only_echoes: whether outputs are left out.
+    texts: for each prompt, what makes the text of its outputs of their tokens.
     """
 
     prompts: Sequence[Sequence[int]] | None = None
     prompt_logprobs: int | None = None
     echoed_logprobs: int | None = None
     only_echoes: bool = False
+    texts: Sequence[Callable[[], Detokenizer]] = ()
 
 
-def _prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: int) -> list[Answer | None]:
+def prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: int) -> list[Answer | None]:
     """Return the log-probability of each token of a prompt but the first, and of so many of the likeliest in
     its place, as vLLM has them: by token id."""
 
     def entry(token: int, logprob: float, rank: int) -> Answer:
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": _token_text(tokenizer, token)}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
 
     entries: list[Answer | None] = []
     for one in completion.prompt_logprobs or ():
@@ -158,7 +169,8 @@ def _prompt_entries(completion: Completion, tokenizer: Tokenizer | None, most: i
     return entries
 
 
-def _token_text(tokenizer: Tokenizer | None, token: int) -> str:
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """Return what answers call a token."""
     return f"token_id:{token}" if tokenizer is None else tokenizer.token_text(token)
 
 
@@ -210,7 +222,7 @@ class ChatWriter(AnswerWriter):
                 "index": output.index,
                 "logprobs": self._logprobs(output.logprobs) if output.logprobs is not None else None,
                 **self._said(output),
-                **_ids(self._details, output.tokens),
+                **told_ids(self._details, output.tokens),
             }
             for output in completion.outputs
         ]
@@ -218,11 +230,12 @@ class ChatWriter(AnswerWriter):
         if self._details.prompts is not None:
             answer["prompt_token_ids"] = self._details.prompts[0]
         if (most := self._details.prompt_logprobs) is not None:
-            answer["prompt_logprobs"] = _prompt_entries(completion, self._tokenizer, most)
+            answer["prompt_logprobs"] = prompt_entries(completion, self._tokenizer, most)
         return answer
 
     def _said(self, output: Output) -> Answer:
-        said = whole(self._speech(), output.text)
+        cut = cut_before(output.finish_reason, output.stop)
+        said = whole(self._speech(), output.text, cut=cut)
         content = "".join(part.text for part in said if isinstance(part, Content))
         reasoning = "".join(part.text for part in said if isinstance(part, Reasoning))
         calls = [
@@ -248,13 +261,13 @@ class ChatWriter(AnswerWriter):
     def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
         """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
         chunks = []
-        for index, text, logprobs, reason, tokens in _by_output(deltas):
+        for index, text, logprobs, reason, stop, tokens in by_output(deltas):
             first = not self._choices
             if (one := self._choices.get(index)) is None:
                 one = self._choices[index] = _ChatChoice(self._speech(), reasons=self._reasons)
-            choice = _ids(self._details, tokens) | {
+            choice = told_ids(self._details, tokens) | {
                 "index": index,
-                "delta": one.delta(text, reason),
+                "delta": one.delta(text, reason, stop),
                 "logprobs": self._logprobs(logprobs) if logprobs else None,
                 "finish_reason": finish(reason, calls=bool(one.ended)),
             }
@@ -267,135 +280,21 @@ class ChatWriter(AnswerWriter):
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class TextWriter(AnswerWriter):
-    """Writes continuations of texts, whole or piece by piece."""
-
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer | None,
-        echoes: Sequence[str] | None,
-        outputs: int,
-        details: Details,
-    ) -> None:
-        """Begin to write the continuations of a model.
-
-        echoes: texts that are said again before each prompt's continuations.
-        outputs: of each prompt.
-        """
-        self._chunk = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time()),
-            "model": model,
-        }
-        self._tokenizer, self._echoes, self._outputs, self._details = tokenizer, echoes, outputs, details
-        self._ends: dict[int, int] = {}
-        """Of each choice's tokens so far, in characters of its text."""
-        self._echoed: set[int] = set()
-        """Choices that have begun."""
-
-    def whole(self, completions: Sequence[Completion]) -> Answer:
-        """Return the continuations of a text_completion."""
-        if self._details.only_echoes:
-            completions = [_without_outputs(one) for one in completions]
-        choices = [
-            self._choice(
-                prompt,
-                (output.index, output.text, output.logprobs or (), output.finish_reason, output.tokens),
-                one if output.logprobs is not None else None,
-            )
-            | self._of_prompt(one)
-            for prompt, one in enumerate(completions)
-            for output in one.outputs
-        ]
-        return self._chunk | {"choices": choices, "usage": usage(completions)}
-
-    def pieces(self, prompt: int, deltas: Sequence[Delta]) -> list[Answer]:
-        """Return the chunks for what was added to the outputs of a prompt, one chunk for each output."""
-        return [
-            self._chunk | {"choices": [self._choice(prompt, piece, None)]} for piece in _by_output(deltas)
-        ]
-
-    def _choice(self, prompt: int, piece: "_Piece", completion: Completion | None) -> Answer:
-        """Return a choice, or a piece of one. completion: if it is whole, and has log-probabilities."""
-        index, text, own, reason, tokens = piece
-        logprobs: list[TokenLogprob | int] = [*own]
-        number = prompt * self._outputs + index
-        choice = _ids(self._details, tokens)
-        if number not in self._echoed:
-            self._echoed.add(number)
-            text = text if self._echoes is None else self._echoes[prompt] + text
-            if self._details.prompts is not None:
-                choice["prompt_token_ids"] = self._details.prompts[prompt]
-        if completion is not None and self._details.echoed_logprobs is not None:
-            logprobs = [*self._echoed_logprobs(completion, self._details.echoed_logprobs), *own]
-        listed = self._logprobs(number, logprobs) if logprobs or completion is not None else None
-        return choice | {"index": number, "text": text, "logprobs": listed, "finish_reason": finish(reason)}
-
-    def _echoed_logprobs(self, completion: Completion, most: int) -> list[TokenLogprob | int]:
-        """Return log-probabilities of a prompt's tokens; of the first, which has none, the token."""
-        return [
-            completion.prompt_tokens[at] if one is None else replace(one, top=one.top[:most])
-            for at, one in enumerate(completion.prompt_logprobs or ())
-        ]
-
-    def _of_prompt(self, completion: Completion) -> Answer:
-        if (most := self._details.prompt_logprobs) is None:
-            return {}
-        return {"prompt_logprobs": _prompt_entries(completion, self._tokenizer, most)}
-
-    def _logprobs(self, number: int, tokens: Sequence[TokenLogprob | int]) -> Answer:
-        known = [one if isinstance(one, int) else one.token for one in tokens]
-        offsets, at = [], self._ends.get(number, 0)
-        for token in known:
-            offsets.append(at)
-            at += len(self._text(token))
-        self._ends[number] = at
-        return {
-            "tokens": [self._text(token) for token in known],
-            "token_logprobs": [None if isinstance(one, int) else _finite(one.logprob) for one in tokens],
-            "top_logprobs": [
-                None
-                if isinstance(one, int)
-                else {self._text(token): _finite(logprob) for token, logprob in one.top}
-                for one in tokens
-            ],
-            "text_offset": offsets,
-        }
-
-    def _text(self, token: int) -> str:
-        return _token_text(self._tokenizer, token)
-
-
-def _ids(details: Details, tokens: Sequence[int]) -> Answer:
+def told_ids(details: Details, tokens: Sequence[int]) -> Answer:
+    """Return the tokens of an output, if token ids are told."""
     return {} if details.prompts is None else {"token_ids": list(tokens)}
 
 
-def _without_outputs(completion: Completion) -> Completion:
-    """Return a completion whose outputs are empty."""
-    empty = [
-        replace(
-            one,
-            text="",
-            tokens=(),
-            logprobs=None if one.logprobs is None else (),
-            finish_reason=FinishReason.LENGTH,
-        )
-        for one in completion.outputs
-    ]
-    return replace(completion, outputs=tuple(empty))
+Piece = tuple[int, str, Sequence[TokenLogprob], FinishReason | None, str, Sequence[int]]
+"""Index, text, log-probabilities, finish reason if it has ended, the stop string that has ended it, and
+tokens: this came of an output."""
 
 
-_Piece = tuple[int, str, Sequence[TokenLogprob], FinishReason | None, Sequence[int]]
-"""Index, text, log-probabilities, finish reason if it has ended, and tokens: this came of an output."""
-
-
-def _by_output(deltas: Sequence[Delta]) -> list[_Piece]:
+def by_output(deltas: Sequence[Delta]) -> list[Piece]:
     """Return what came of each output."""
     if len(deltas) == 1:  # The usual, in a stream.
         [only] = deltas
-        return [(only.index, only.text, only.logprobs, only.finish_reason, only.tokens)]
+        return [(only.index, only.text, only.logprobs, only.finish_reason, only.stop, only.tokens)]
     found: dict[int, list[Delta]] = {}
     for delta in deltas:
         found.setdefault(delta.index, []).append(delta)
@@ -405,12 +304,13 @@ def _by_output(deltas: Sequence[Delta]) -> list[_Piece]:
             "".join(one.text for one in own),
             [each for one in own for each in one.logprobs],
             next((one.finish_reason for one in own if one.finish_reason is not None), None),
+            "".join(one.stop for one in own),
             [token for one in own for token in one.tokens],
         )
         for index, own in found.items()
     ]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """Return a log-probability as JSON can have it, which has no infinity."""
     return max(logprob, -9999.0)

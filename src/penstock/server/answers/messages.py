@@ -13,7 +13,7 @@ from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.base.errors import PenstockError
-from penstock.server.answers.completions import BROKEN, new_id
+from penstock.server.answers.completions import BROKEN, cut_before, new_id
 from penstock.server.answers.prompts import chat_tokens, read_chat
 from penstock.server.answers.protocols import anthropic_error
 from penstock.server.broker.calls import Call
@@ -134,7 +134,7 @@ class MessageStream:
             parts = self._speech.push(delta.text)
             if delta.finish_reason is not None:
                 self._finish, self._stop = delta.finish_reason, delta.stop
-                parts += self._speech.finish()
+                parts += self._speech.finish(cut=cut_before(delta.finish_reason, delta.stop))
             for part in parts:
                 self._add(part)
 
@@ -159,7 +159,8 @@ class MessageStream:
             case Broken():  # It has not been sent yet.
                 self.response["content"].pop()
                 self._block = None
-                self._say("text", part.text)
+                if part.text:
+                    self._say("text", part.text)
 
     def _say(self, kind: str, text: str) -> None:
         if self._block is None or self._block["type"] != kind:

@@ -17,7 +17,7 @@ from penstock.api.sequences import PreparedPrompt
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.base.errors import LengthError, PenstockError
 from penstock.base.units import counted
-from penstock.server.answers.completions import BROKEN, logprob_entries, new_call
+from penstock.server.answers.completions import BROKEN, cut_before, logprob_entries, new_call
 from penstock.server.answers.prompts import read, read_chat
 from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect, dialect_of
@@ -132,7 +132,7 @@ class OllamaStream:
                 self._logprobs += logprob_entries(self._tokenizer, delta.logprobs)
             if delta.finish_reason is not None:
                 self._finish = delta.finish_reason
-                parts += self._speech.finish()
+                parts += self._speech.finish(cut=cut_before(delta.finish_reason, delta.stop))
             for part in parts:
                 self._add(part)
 

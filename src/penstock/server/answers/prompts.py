@@ -7,8 +7,10 @@ from functools import partial
 from penstock.api.reader import Prompt, PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.structures import CrowdedError
+from penstock.api.text.detokenize import Detokenizer
 from penstock.base.errors import StructureError
-from penstock.server.answers.completions import AnswerWriter, ChatWriter, Details, TextWriter
+from penstock.server.answers.completions import AnswerWriter, ChatWriter, Details
+from penstock.server.answers.texts import TextWriter
 from penstock.server.broker.calls import BusyError
 from penstock.server.parsing.dialects import Dialect, dialect_of
 from penstock.server.parsing.forms import behind_reasoning, in_channels, may_be_behind
@@ -61,18 +63,27 @@ def read(
     if asked.echo:  # What was cut off was not read, and has no tokens in the answer.
         told = prompts if asked.truncate_prompt_tokens is None else [list(one.tokens) for one in ready]
         echoes = [one if isinstance(one, str) else reader.decode(one) for one in told]
-    details = _details(asked, ready)
+    texts = [
+        partial(reader.tokenizer.detokenizer, continues=bool(one.prompt), kept=params.shown_tokens)
+        for one in (ready if reader.has_tokenizer and asked.logprobs is not None else ())
+    ]
+    details = _details(asked, ready, texts)
     tokenizer = reader.tokenizer if reader.has_tokenizer else None
     return ready, TextWriter(asked.model, tokenizer, echoes, params.n, details)
 
 
-def _details(asked: ChatRequest | CompletionRequest, ready: Sequence[PreparedPrompt]) -> Details:
-    """Return what an answer tells beside its text."""
+def _details(
+    asked: ChatRequest | CompletionRequest,
+    ready: Sequence[PreparedPrompt],
+    texts: Sequence[Callable[[], Detokenizer]] = (),
+) -> Details:
+    """Return what an answer tells beside its text. texts: as of `Details`."""
     return Details(
         prompts=[one.tokens for one in ready] if asked.return_token_ids else None,
         prompt_logprobs=asked.prompt_logprobs,
         echoed_logprobs=asked.logprobs if isinstance(asked, CompletionRequest) and asked.echo else None,
         only_echoes=isinstance(asked, CompletionRequest) and asked.only_echoes,
+        texts=texts,
     )
 
 

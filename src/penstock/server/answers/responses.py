@@ -13,7 +13,7 @@ from penstock.api.outputs import Completion, Delta
 from penstock.api.reader import PromptReader
 from penstock.api.sequences import PreparedPrompt
 from penstock.api.text.tokenizer import Tokenizer
-from penstock.server.answers.completions import BROKEN, logprob_entries, new_call, new_id
+from penstock.server.answers.completions import BROKEN, cut_before, logprob_entries, new_call, new_id
 from penstock.server.answers.prompts import read_chat
 from penstock.server.broker.calls import Call
 from penstock.server.parsing.dialects import Dialect
@@ -139,7 +139,7 @@ class ResponseStream:
             self._pending += logprob_entries(self._tokenizer, delta.logprobs)
             if delta.finish_reason is not None:
                 self._finish = delta.finish_reason
-                parts += self._speech.finish()
+                parts += self._speech.finish(cut=cut_before(delta.finish_reason, delta.stop))
             for part in parts:
                 self._add(part)
 
@@ -160,7 +160,7 @@ class ResponseStream:
             case End():
                 self._close("completed")
                 self._pending = []
-            case Broken() if self._asked.streams:
+            case Broken() if self._asked.streams or not part.text:  # Without one it was cut off.
                 self._close("incomplete")
                 self._pending = []
             case Broken():  # It has not been sent yet.

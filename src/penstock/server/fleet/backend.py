@@ -300,4 +300,4 @@ def _add(sequence: OutputSequence, delta: Delta) -> None:
     sequence.tokens.extend(delta.tokens)
     sequence.text.append(delta.text)
     sequence.logprobs.extend(delta.logprobs)
-    sequence.finish = delta.finish_reason
+    sequence.finish, sequence.stop = delta.finish_reason, delta.stop

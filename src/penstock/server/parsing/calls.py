@@ -21,6 +21,8 @@ from penstock.server.parsing.reading import (
 from penstock.server.parsing.schemas import kinds_of, typed
 
 _ARGUMENTS = ("arguments", "parameters")
+_HEADS = '{"name":', '{"type":"function","name":'
+"""Begin a call before which no marker stands, without spaces."""
 _LONGEST_NAME = 256
 Schemas = Mapping[str, Mapping[str, Any]]
 """Schemas of the arguments of each function."""
@@ -57,14 +59,28 @@ class Calls:
         self._next, self._open = self._next + 1, False
         self.reader.mark()
 
-    def broken(self) -> Content | Broken:
-        """Return what takes the place of a call that is malformed: what was read of it, or since the one
-        before it, which may be nothing."""
+    def break_off(self, *, bare: bool = False) -> Reading[None]:
+        """Give out what takes the place of a call that is malformed: what was read of it, or since the one
+        before it. Nothing of a call that a cut has ended is text.
+
+        bare: as of `object`; what was cut off may be no call then.
+        """
         text = self.reader.unmark()
-        if not self._open:
-            return Content(text)
-        self._next, self._open = self._next + 1, False
-        return Broken(self._next - 1, text)
+        if self.reader.cut is not None and (self._open or not bare or self._may_call(text)):
+            self.reader.take(self.reader.left)
+            text = ""
+        if self._open:
+            self._next, self._open = self._next + 1, False
+            yield Broken(self._next - 1, text)
+        elif text:
+            yield Content(text)
+
+    def _may_call(self, text: str) -> bool:
+        """Tell whether an object that was cut off has begun as a call of a function that there is, or other
+        calls stand before it."""
+        said = "".join((text + self.reader.text[self.reader.at :]).split())
+        heads = (head + written(name) for name in self.functions for head in _HEADS)
+        return self._next > 0 or any(said.startswith(one) or one.startswith(said) for one in heads)
 
     # ---- JSON
 

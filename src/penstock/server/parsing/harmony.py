@@ -179,6 +179,7 @@ class HarmonyParser(OutputParser):
             if more:
                 yield None
         reader.ended = True
+        reader.cut = None if self._reader.left else self._reader.cut  # What is left is a mark, its end.
         yield from self._certain(parts, part)
 
     def _certain(self, parts: Reading[None], part: Callable[[str], Part]) -> Iterator[Part]:
@@ -192,7 +193,7 @@ class HarmonyParser(OutputParser):
         reader.mark()
         try:
             yield from reader.space()
-            if reader.left:
+            if reader.left or reader.cut is not None:
                 yield from calls.given(name)
             else:
                 yield from calls.begin(name)
@@ -200,8 +201,7 @@ class HarmonyParser(OutputParser):
                 yield from calls.end()
             yield from reader.space()
         except MalformedError:
-            if (broken := calls.broken()).text:
-                yield broken
+            yield from calls.break_off()
         reader.unmark()
         if not calls.enough:
             yield from reader.until((), Content, trim=0)

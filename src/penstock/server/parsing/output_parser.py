@@ -1,7 +1,8 @@
 """Parses what a model says into parts, as they come: reasoning, content, calls of tools.
 
-The parts are the same however the text was cut. No text is lost, but for markers and line breaks around them:
-what begins as a call and is none is content.
+The parts are the same however the text was divided. No text is lost, but for markers and line breaks around
+them: what begins as a call and is none is content. Where an answer was cut off in a call, all of that call is
+left out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -89,9 +90,14 @@ class OutputParser:
         self._reader.push(text)
         return self._parts()
 
-    def finish(self) -> list[Part]:
-        """Return the parts that are left. Nothing may be pushed after it."""
-        self._reader.ended = True
+    def finish(self, *, cut: str | None = None) -> list[Part]:
+        """Return the parts that are left. Nothing may be pushed after it.
+
+        cut: the stop string before which the text was cut off; empty if it was for its length, and None if
+            the model has ended it. A call that it was in the midst of is no content then: nothing is left of
+            it but what was told.
+        """
+        self._reader.ended, self._reader.cut = True, cut
         return self._parts()
 
     def _parts(self) -> list[Part]:
@@ -138,8 +144,7 @@ class OutputParser:
         try:
             yield from format.read(self._calls, marker)
         except MalformedError:
-            if (broken := self._calls.broken()).text:
-                yield broken
+            yield from self._calls.break_off(bare=not marker and format is not LIST)
             return
         self._reader.unmark()
         yield from self._reader.space()
@@ -162,11 +167,12 @@ class Called:
     arguments: str
 
 
-def whole(speech: OutputParser, text: str) -> list[Reasoning | Content | Called]:
-    """Return the parts of a text that is complete. A call that was broken off is content."""
+def whole(speech: OutputParser, text: str, *, cut: str | None = None) -> list[Reasoning | Content | Called]:
+    """Return the parts of a text that is complete. A call that was broken off is content, unless the text was
+    cut off within it. cut: as of `OutputParser.finish`."""
     said = list[Reasoning | Content | Called]()
     names, arguments = dict[int, str](), dict[int, str]()
-    for part in [*speech.push(text), *speech.finish()]:
+    for part in [*speech.push(text), *speech.finish(cut=cut)]:
         match part:
             case Begin():
                 names[part.index], arguments[part.index] = part.name, ""
@@ -175,7 +181,7 @@ def whole(speech: OutputParser, text: str) -> list[Reasoning | Content | Called]
             case End():
                 said.append(Called(names[part.index], arguments[part.index]))
             case Broken():
-                said.append(Content(part.text))
+                said += [Content(part.text)] if part.text else []
             case _:
                 said.append(part)
     return _joined(said)

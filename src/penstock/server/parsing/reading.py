@@ -60,6 +60,8 @@ class Broken:
     text: str
 
 
+_KNOWN = 4
+"""Characters by which a marker is known that was cut off: fewer may be text."""
 BREAK = "\n"
 _RUNS = {characters: re.compile(f"[{characters}]*") for characters in (SPACE, BREAK)}
 _WORD = re.compile(r"[\w.-]*")
@@ -74,6 +76,9 @@ class FormatReader:
         self.text, self.at = "", 0
         self.ended = False
         """Whether all has come."""
+        self.cut: str | None = None
+        """What the text was cut off before, if it is not as the model would have ended it: a stop string, or
+        nothing that is known."""
         self._marked: list[str] | None = None
         """What was read since the mark, if there is one."""
         self.breaks = 0
@@ -152,7 +157,7 @@ class FormatReader:
                 return None
 
     def skip(self, literal: str, *, spaced: bool = False) -> Reading[bool]:
-        """Read a literal if it comes next. Return whether it did.
+        """Read a literal if it comes next. Return whether it did. What a cut has left of it is read, too.
 
         spaced: whether spaces before it are read, in any case.
         """
@@ -161,6 +166,8 @@ class FormatReader:
         found = yield from self.starts(literal)
         if found:
             self.take(len(literal))
+        elif self.cut is not None and literal.startswith(self.text[self.at :]):
+            self.take(self.left)
         return found is not None
 
     def expect(self, literal: str) -> Reading[None]:
@@ -192,7 +199,8 @@ class FormatReader:
     ) -> Reading[str | None]:
         """Read up to one of the markers, whichever comes first, but for line breaks before it: so many, or
         all of them. What `part` makes of each piece is given out, unless that is nothing. Returns the marker,
-        to be read with `behind`; None at the end of the text."""
+        to be read with `behind`; None at the end of the text. What a cut has left of a marker is read and
+        not given out."""
         any_of = re.compile("|".join(map(re.escape, markers)))
         firsts, longest = {one[0] for one in markers}, max(map(len, markers), default=1)
         held = (
@@ -202,7 +210,11 @@ class FormatReader:
             found = any_of.search(self.text, self.at) if markers else None
             rest = self.text[self.at : found.start()] if found else self.text[self.at :]
             certain = bool(found) or self.ended or firsts.isdisjoint(rest[-longest:])
-            piece = self.take(len(rest) - (0 if certain else _begun(rest, markers)))
+            if self.cut is not None and not found:
+                piece = self.take(len(rest) - _begun(rest, markers, self.cut, _KNOWN))
+                self.take(self.left)
+            else:
+                piece = self.take(len(rest) - (0 if certain else _begun(rest, markers)))
             if body := piece.rstrip(BREAK):
                 body, held = BREAK * held + body, 0
             held += len(piece) - len(piece.rstrip(BREAK))
@@ -223,8 +235,19 @@ class FormatReader:
         self.take(self.text.index(marker, self.at) + len(marker) - self.at)
 
 
-def _begun(text: str, markers: Sequence[str]) -> int:
-    """Return how many characters at the end of a text may be a marker's beginning."""
+def _begun(text: str, markers: Sequence[str], stop: str = "", least: int = 1) -> int:
+    """Return how many characters at the end of a text may be a marker's beginning.
+
+    stop: what would come next. least: characters that have to be a marker's, with these.
+    """
     return max(
-        (size for one in markers for size in range(1, len(one)) if text.endswith(one[:size])), default=0
+        (
+            size
+            for one in markers
+            for size in range(1, len(one))
+            if text.endswith(one[:size])
+            and len(said := one[:size] + stop) >= least
+            and (one.startswith(said) or said.startswith(one))
+        ),
+        default=0,
     )

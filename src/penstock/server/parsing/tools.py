@@ -158,7 +158,10 @@ def tools_of(tools: Sequence[object] | None, choice: object, parallel: bool | No
     if choice == "none":
         return Tools()
     described = [_described(function, schemas[function.name]) for function in functions]
-    return Tools(schemas, described, parallel is not False, _forced(choice, schemas))
+    forced = _forced(choice, schemas)
+    # A function that is named is called once, as with OpenAI; "required" is a call or more.
+    several = parallel is not False and not (forced and choice != "required")
+    return Tools(schemas, described, several, forced)
 
 
 def _forced(choice: object, schemas: Mapping[str, object]) -> tuple[str, ...]:

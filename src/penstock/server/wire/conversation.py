@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from penstock.api.text.messages import wrong_role
 from penstock.server.wire.decoding import FieldError
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OWN = ("messages", "add_generation_prompt", "tools", "self")
 """Names that a template gets from other fields."""
 
@@ -54,11 +54,8 @@ def check_chat(
     """Raise FieldError for roles that there are not, for variables of the template that are others, and for a
     last message that cannot be continued."""
     for at, message in enumerate(messages):
-        if message.role not in ROLES:
-            raise FieldError(
-                f"messages[{at}].role {message.role[:40]!r} is none; use one of {', '.join(ROLES)}",
-                "messages",
-            )
+        if wrong := wrong_role(f"messages[{at}]", message.role):
+            raise FieldError(wrong, "messages")
     if continues and (not messages or messages[-1].role != "assistant" or messages[-1].tool_calls):
         raise FieldError(
             "continue_final_message needs a last message of the assistant, without calls; add one, or leave "

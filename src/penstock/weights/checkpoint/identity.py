@@ -22,8 +22,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
@@ -68,6 +68,8 @@ TRUSTED = frozenset(
 newest."""
 MOST_REMEMBERED = 4096
 _MOST_BYTES = 4 << 20
+_PERIOD = 0.1
+"""Seconds between two calls that tell how far hashing is."""
 _POLL = 0.02
 """Seconds between two looks whether another process has finished hashing."""
 
@@ -162,6 +164,7 @@ class Hashing:
         """Begin to hash what is not remembered. Raises CheckpointError."""
         self._files, self._memory = files, memory
         self._stop = threading.Event()
+        self._counting, self._hashed_bytes = threading.Lock(), 0
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="penstock identity")
         try:
             known = memory.recall()
@@ -184,9 +187,22 @@ class Hashing:
             self.close()
             raise
 
-    def result(self) -> Digests:
-        """Wait for them. Raises CheckpointError for a file that cannot be read, or that changes meanwhile."""
+    def result(self, progress: Callable[[int], None] | None = None) -> Digests:
+        """Wait for them. Raises CheckpointError for a file that cannot be read, or that changes meanwhile.
+
+        progress: called now and then with bytes that were hashed since, on the thread that waits.
+        """
+        told, done = 0, False
+        while progress is not None and not done:
+            done = bool(wait([self._found], timeout=_PERIOD).done)
+            told, before = self._hashed_bytes, told
+            progress(told - before)
         return self._found.result()
+
+    def _note(self, count: int) -> None:
+        """Note that so many bytes were hashed. Any thread may."""
+        with self._counting:
+            self._hashed_bytes += count
 
     def expect_unchanged(self) -> None:
         """Raise CheckpointError for a file that, by its stamp, is no longer the one that was hashed."""
@@ -221,7 +237,7 @@ class Hashing:
                 if key not in known
             ]
             began, began_ns = time.perf_counter(), time.time_ns()
-            hashed = _hashed([file for file, _ in todo], self._stop)
+            hashed = _hashed([file for file, _ in todo], self._stop, self._note)
             seconds = time.perf_counter() - began
             for file, stamp in zip(self._files, self._stamps, strict=True):
                 if _stamp(file) != stamp:
@@ -301,8 +317,11 @@ def same_bytes(one: DiskFile, at: int, other: DiskFile, begin: int, count: int) 
     return not differ.is_set()
 
 
-def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
-    """Return the digests of whole files. Raises CheckpointError, and Stopped once `stop` is set."""
+def _hashed(files: Sequence[DiskFile], stop: threading.Event, note: Callable[[int], None]) -> list[str]:
+    """Return the digests of whole files. Raises CheckpointError, and Stopped once `stop` is set.
+
+    note: called from any thread with bytes as they are hashed.
+    """
     threads = hashers()
     buffers: SimpleQueue[bytearray] = SimpleQueue()
     for _ in range(threads):
@@ -322,6 +341,7 @@ def _hashed(files: Sequence[DiskFile], stop: threading.Event) -> list[str]:
                 step = view[: min(STEP_BYTES, start + PIECE_BYTES - at, file.size - at)]
                 file.read_into(step, at)
                 digest.update(step)
+                note(len(step))
             if not keep:
                 file.forget(start, PIECE_BYTES)
         except ReadError as error:

@@ -4,7 +4,7 @@ weights in the layout the engine wants."""
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -262,12 +262,15 @@ class Checkpoint:
             self._hashing = Hashing(self._shards.files, self._memory)
         return self._hashing.todo_bytes
 
-    def digests(self) -> Digests:
+    def digests(self, progress: Callable[[int], None] | None = None) -> Digests:
         """Return the digests of the weight files, and what it took to know them; waits for `identify`. Raises
-        CheckpointError."""
+        CheckpointError.
+
+        progress: called now and then with bytes that were hashed since.
+        """
         self.identify()
         assert self._hashing is not None
-        return self._hashing.result()
+        return self._hashing.result(progress)
 
     def fingerprint(self) -> bytes:
         """Return FINGERPRINT_BYTES that are the same in every process, on every machine and under every path
