@@ -60,12 +60,21 @@ settings.load_profile("penstock")
 @given(st.none())
 def drawn(_: None) -> None:
     """Makes hypothesis look for what holds its random numbers before that is set apart from garbage.
-    Afterwards it finds nothing on Python 3.14, and warns."""
+    Afterwards it finds nothing on Python 3.14, and warns. It goes through all that is there, so it is called
+    while there is little."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart() -> None:
+    drawn()
 
 
 def pytest_collection_finish() -> None:
-    drawn()
+    """What stays is set apart from garbage. There is hardly any yet, and it is not looked for."""
+    global _imported
+    gc.freeze()
     gc.enable()
+    _imported = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)
