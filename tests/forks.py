@@ -8,8 +8,9 @@ folder, environment, signal mask, session and parent that it would have had. Wha
 starts or at what it imports needs a real one.
 
 It ends as it would have ended: threads are waited for, what is registered for the end is called, and modules
-are cleared. What the stem has imported is not freed piece by piece, and destructors of C++ libraries are left
-out, which took longer than most tests. They are called where another thread still runs, which they might hurt.
+are cleared. But what was imported before the fork is not freed piece by piece, and destructors of C++
+libraries are left out; both together took longer than most tests. They are called where another thread still
+runs, which they might hurt.
 
 Why it is a child of the caller's: it is forked by a child of that process which ends at once, while the
 caller takes in orphans (PR_SET_CHILD_SUBREAPER); it begins only when that has come about.
@@ -61,7 +62,12 @@ _AT_START = (
     "NCCL",
 )
 """What an environment has of these, an interpreter or a library looks at when it starts."""
-_OURS = "penstock.api.llm", "penstock.cli.main", "penstock.cli.commands.serve", "penstock.server.run"
+_OURS: tuple[str, ...] = (
+    "penstock.api.llm",
+    "penstock.cli.main",
+    "penstock.cli.commands.serve",
+    "penstock.server.run",
+)
 _PATH = "PYTHONPATH"
 """Of these the one that changes nothing but where modules are looked for, which is seen to in the new
 process."""
@@ -280,7 +286,7 @@ def _serve(line: socket.socket, more: Sequence[str]) -> tuple[str, str]:
         with suppress(ImportError):
             import_module(name)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        if finalizer.peek()[1].__module__ == "torch.library":  # type: ignore[index]
+        if finalizer.peek()[1].__module__ == "torch.library":
             finalizer.atexit = False  # It would take operators out of torch, one by one.
     for name in more:
         import_module(name)
