@@ -83,11 +83,10 @@ class _Stem:
         near, far = socket.socketpair()
         with far:
             # What has more is forked itself, from what has less.
-            popen, how = (Popen, ["-c", _AS_A_FILE]) if more else (_Real, [__file__])
+            less = _Real if not more else Popen if more == LoadedPopen.imported else LoadedPopen
+            how = ["-c", _AS_A_FILE] if more else [__file__]
             command = [sys.executable, *how, str(far.fileno()), *more]
-            self._process = popen(
-                command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL
-            )
+            self._process = less(command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL)
         self._line = near
 
     @property
