@@ -2,6 +2,7 @@
 needed, real material."""
 
 import gc
+import logging
 import os
 import random
 import re
@@ -30,7 +31,8 @@ those of clients that take too much of a disk to be installed for a test each.""
 
 # Triton decides when it is imported, by whichever test comes first, whether it interprets its kernels;
 # without a GPU it must.
-if not Path("/dev/nvidiactl").exists():
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # What is made while tests are looked for stays: going through it again and again would find nothing.
@@ -60,12 +62,30 @@ settings.load_profile("penstock")
 @given(st.none())
 def drawn(_: None) -> None:
     """Makes hypothesis look for what holds its random numbers before that is set apart from garbage.
-    Afterwards it finds nothing on Python 3.14, and warns."""
+    Afterwards it finds nothing on Python 3.14, and warns. It goes through all that is there, so it is called
+    while there is little."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart() -> None:
+    drawn()
 
 
 def pytest_collection_finish() -> None:
-    drawn()
+    """What stays is set apart from garbage. There is hardly any yet, and it is not looked for."""
+    global _imported
+    _propagate()
+    gc.freeze()
     gc.enable()
+    _imported = len(sys.modules)
+
+
+def _propagate() -> None:
+    """What torch's loggers are told goes to the root's handlers, as if they were of those: around each part
+    of each test pytest adds its own handlers to all loggers that keep to themselves, and there are dozens."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] in ("torch", "transformers"):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -149,9 +169,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _imported, _file, _full = len(sys.modules), item.path, collected
     random.seed(0)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        torch = sys.modules["torch"]
+        # For devices that are not there torch keeps each seed, with the stack that it was set from.
+        (torch.manual_seed if HAS_GPU else torch.default_generator.manual_seed)(0)
         if item.get_closest_marker("cpu"):
-            sys.modules["torch"].set_num_threads(1)
+            torch.set_num_threads(1)
             if (
                 "triton.runtime.interpreter" in sys.modules
             ):  # Imported where kernels are interpreted, and nowhere else.

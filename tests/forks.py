@@ -7,6 +7,11 @@ environment that an interpreter would look at when it starts. The new process ha
 folder, environment, signal mask, session and parent that it would have had. What looks at how a process
 starts or at what it imports needs a real one.
 
+It ends as it would have ended: threads are waited for, what is registered for the end is called, and modules
+are cleared. But what was imported before the fork is not freed piece by piece, and destructors of C++
+libraries are left out; both together took longer than most tests. They are called where another thread still
+runs, which they might hurt.
+
 Why it is a child of the caller's: it is forked by a child of that process which ends at once, while the
 caller takes in orphans (PR_SET_CHILD_SUBREAPER); it begins only when that has come about.
 """
@@ -24,6 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -56,7 +62,12 @@ _AT_START = (
     "NCCL",
 )
 """What an environment has of these, an interpreter or a library looks at when it starts."""
-_OURS = "penstock.api.llm", "penstock.cli.main", "penstock.cli.commands.serve", "penstock.server.run"
+_OURS: tuple[str, ...] = (
+    "penstock.api.llm",
+    "penstock.cli.main",
+    "penstock.cli.commands.serve",
+    "penstock.server.run",
+)
 _PATH = "PYTHONPATH"
 """Of these the one that changes nothing but where modules are looked for, which is seen to in the new
 process."""
@@ -71,10 +82,11 @@ class _Stem:
     def __init__(self, environment: Mapping[str, str], more: Sequence[str]) -> None:
         near, far = socket.socketpair()
         with far:
-            command = [sys.executable, __file__, str(far.fileno()), *more]
-            self._process = _Real(
-                command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL
-            )
+            # What has more is forked itself, from what has less.
+            less = _Real if not more else Popen if more == LoadedPopen.imported else LoadedPopen
+            how = ["-c", _AS_A_FILE] if more else [__file__]
+            command = [sys.executable, *how, str(far.fileno()), *more]
+            self._process = less(command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL)
         self._line = near
 
     @property
@@ -94,8 +106,9 @@ class _Stem:
 
 
 _PYTHON = sys.executable
+_AS_A_FILE = f"__file__ = {__file__!r}; exec(compile(open(__file__).read(), __file__, 'exec'))"
 _stems: dict[tuple[tuple[str, ...], ...], _Stem] = {}
-_forking = threading.Lock()
+_forking = threading.RLock()
 _Real = subprocess.Popen
 
 
@@ -175,6 +188,12 @@ class LoadedPopen(Popen):
     imported = _OURS
 
 
+class FollowerPopen(LoadedPopen):
+    """The same of a process that imports tests' own modules, too, and with them transformers."""
+
+    imported = (*_OURS, "hypothesis", "pytest", "torch.testing", "transformers.modeling_utils")
+
+
 def run(
     command: Sequence[str], popen: type[Popen] = Popen, **more: Any
 ) -> "subprocess.CompletedProcess[Any]":
@@ -191,8 +210,9 @@ def ready() -> None:
     for environment in (os.environ, {**os.environ, "OMP_NUM_THREADS": "1"}):
         with _forking:
             _stem(environment)
-    with _forking:
-        _stem(os.environ, LoadedPopen.imported)
+    for popen in (LoadedPopen, FollowerPopen):
+        with _forking:
+            _stem(os.environ, popen.imported)
 
 
 def close() -> None:
@@ -258,14 +278,24 @@ def _serve(line: socket.socket, more: Sequence[str]) -> tuple[str, str]:
     """Returns in each new process, which is what it was ordered to be but for its code: `-c` or `-m`, and
     what is behind it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Of a terminal, for its whole group.
+    if not more:
+        atexit.register(_leave)  # Before anything else is: it is called last.
+    gc.disable()  # Nothing is garbage yet.
     for name in _HEAVY:
         with suppress(ImportError):
             import_module(name)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if finalizer.peek()[1].__module__ == "torch.library":
+            finalizer.atexit = False  # It would take operators out of torch, one by one.
     for name in more:
         import_module(name)
+    # What modules hold now they give up when the interpreter ends, and it is not freed piece by piece.
+    held = [dict(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
     gc.collect()
     # As in conftest.py: what is here is there for good, and whoever collects garbage need not go through it.
     gc.freeze()
+    gc.enable()
     while True:
         head, files, _, _ = socket.recv_fds(line, 8, 64)
         if not head:
@@ -289,6 +319,14 @@ def _serve(line: socket.socket, more: Sequence[str]) -> tuple[str, str]:
         for one in (told, telling, going, go, *files):
             os.close(one)
         line.sendall(number)
+
+
+def _leave() -> None:
+    """The process ends when the interpreter has, unless another thread runs."""
+    if len(os.listdir("/proc/self/task")) == 1:
+        libc = ctypes.CDLL(None)
+        libc.fflush(None)
+        libc.on_exit(libc._exit, None)  # With the code that it exits with.
 
 
 def _become(order: Mapping[str, Any], files: Sequence[int]) -> tuple[str, str]:

@@ -33,10 +33,12 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_followers() -> Iterator[None]:
-    """Followers of this process are forked of one that has imported penstock (see forks), which takes a third
-    of what they compute here. Those of processes that tests start are not."""
+    """Followers of this process are forked of one that has imported what they would import (see forks), which
+    takes most of what they compute here. Those of processes that tests start are not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.LoadedPopen}))
+        patch.setattr(
+            crew, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.FollowerPopen})
+        )
         yield
 
 

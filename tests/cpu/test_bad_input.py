@@ -432,7 +432,7 @@ with LLM(sys.argv[1], device="cpu", dtype="float32", max_length=64, tensor_paral
 def test_a_process_that_was_forked_has_no_engine(ranks: int) -> None:
     """Nor does it take that of the other away."""
     arguments = [sys.executable, "-c", FORKED, str(tiny.checkpoint("llama")), str(ranks)]
-    result = forks.run(arguments, text=True)
+    result = forks.run(arguments, forks.LoadedPopen, text=True)
     assert (result.stdout, result.stderr) == ("EngineClosedError True\n" * 2 + "the same\n", "")
 
 

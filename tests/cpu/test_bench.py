@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
+import forks
 from penstock.arch import bounds
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
 from penstock.base.config import Config
@@ -1032,17 +1032,27 @@ def test_the_disk_is_shown_beside_its_ceiling() -> None:
 # ----------------------------------------------------------------------------------------------------
 
 
-def speculated(*flags: str) -> tuple[int, str]:
-    """The exit code, and what was said."""
+AS_A_SCRIPT = """
+import multiprocessing, runpy, sys
+context = multiprocessing.get_context
+multiprocessing.get_context = lambda kind: context("fork")
+sys.path.insert(0, "benchmarks")
+runpy.run_path("benchmarks/speculation.py", run_name="__main__")
+"""
+"""Its processes are forked, too: each has imported torch, and has computed nothing."""
+
+
+def speculated(*flags: str, real: bool = False) -> tuple[int, str]:
+    """The exit code, and what was said. real: it and its processes are started."""
     size = "--shape 7M --device cpu --context 16 --repeat 1"
     environment = os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1", "PENSTOCK_COMMIT": "0" * 40}
-    done = subprocess.run(
-        [sys.executable, "benchmarks/speculation.py", *size.split(), *flags],
+    how = ["benchmarks/speculation.py"] if real else ["-c", AS_A_SCRIPT]
+    done = forks.run(
+        [sys.executable, *how, *size.split(), *flags],
+        forks.LoadedPopen,
         cwd=ROOT,
         env=environment,
-        capture_output=True,
         text=True,
-        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -1078,6 +1088,6 @@ def test_a_shape_drafts_for_itself_and_has_a_draft_model_in_lines_and_in_trees(t
     ],
 )
 def test_what_cannot_be_measured_of_drafts_is_refused(flags: str, why: str) -> None:
-    code, said = speculated(*flags.split())
+    code, said = speculated(*flags.split(), real=flags == "--output 4")
     assert code
     assert said.splitlines()[-1].endswith(why), said

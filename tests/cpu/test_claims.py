@@ -2,11 +2,14 @@
 
 import importlib
 import json
+import subprocess
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "claims.py"
@@ -73,6 +76,7 @@ def test_claims_are_read_from_one_run_and_judged(
     file.write_text(CLAIMS)
     monkeypatch.setattr("sys.argv", [str(SCRIPT), "--claims", str(file), "--out", str(out)])
     monkeypatch.setenv("PENSTOCK_COMMIT", "0" * 40)
+    monkeypatch.setattr(subprocess, "Popen", forks.LoadedPopen)
     assert claims.main() == 1
     printed = capsys.readouterr().out.splitlines()
     rows, found = {line.split()[0]: line for line in printed}, json.loads(out.read_text())

@@ -58,8 +58,40 @@ def test_it_is_what_it_would_be_if_it_were_started(session: bool, tmp_path: Path
         return json.loads(out), err, process.returncode
 
     started = told(subprocess.Popen)
-    assert told(forks.Popen) == told(forks.LoadedPopen) == started
+    assert told(forks.Popen) == told(forks.LoadedPopen) == told(forks.FollowerPopen) == started
     assert started[0]["parent"] == os.getpid()
+
+
+ENDS = """
+import atexit, sys, threading, time
+
+class Told:
+    def __del__(self):
+        print("freed", type(sys).__name__)
+
+told = Told()
+atexit.register(print, "called")
+threading.Thread(target=lambda: (time.sleep(0.05), print("waited for"))).start()
+threading.Thread(target=time.sleep, args=(float(sys.argv[1]),), daemon=True).start()
+print("flushed", end=" ")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("seconds", ["0", "1000"])
+def test_it_ends_as_it_would_if_it_were_started(seconds: str) -> None:
+    """Also where a thread goes on."""
+
+    def ended(popen: Callable[..., "subprocess.Popen[str]"]) -> tuple[str, str, int]:
+        process = popen(
+            [sys.executable, "-c", ENDS, seconds], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        return *process.communicate(), process.returncode
+
+    started = ended(subprocess.Popen)
+    assert started == ("flushed waited for\ncalled\nfreed module\n", "", 3)
+    for popen in (forks.Popen, forks.LoadedPopen, forks.FollowerPopen):
+        assert ended(popen) == started
 
 
 def test_it_may_be_forked_on_any_thread_and_killed() -> None:

@@ -566,11 +566,11 @@ def test_ranks_as_processes(tmp_path: Path) -> None:
 def test_a_lone_file_is_a_model_for_commands(tmp_path: Path) -> None:
     made = gguf_files.write(source("llama"), tmp_path, Writing("Q4_K"))
     command = [sys.executable, "-m", "penstock"]
-    packed = forks.run([*command, "pack", str(made.file)], text=True)
+    packed = forks.run([*command, "pack", str(made.file)], forks.LoadedPopen, text=True)
     assert packed.returncode == 0, packed.stderr
     assert "model.gguf.pack: 6 groups" in packed.stdout
-    planned = forks.run([*command, "plan", str(made.file), "--context", "128"], text=True)
+    planned = forks.run([*command, "plan", str(made.file), "--context", "128"], forks.LoadedPopen, text=True)
     assert planned.stdout.startswith("model.gguf: llama, 2 layers")
     run = [*command, "run", str(made.file), "--device", "cpu", "--max-tokens", "2"]
-    asked = forks.run([*run, "hello"], text=True)
+    asked = forks.run([*run, "hello"], forks.LoadedPopen, text=True)
     assert "no tokenizer" in asked.stderr
