@@ -18,9 +18,10 @@ from penstock.ops.steps import NO_TOKEN, likeliest_on_host
 from penstock.step.plan import UNKNOWN, Admission, BlockId, Plan, Row, Share, ShareKind
 from penstock.weights.checkpoint.shape import Shape
 from penstock.worker import inputs as worker_inputs
-from penstock.worker.inputs import InputBuilder, StepTensors
+from penstock.worker.inputs import InputBuilder
 from penstock.worker.sampler import Sampler
 from penstock.worker.tables import BlockTables
+from penstock.worker.tensors import StepTensors
 from penstock.worker.tiling import batches
 from quantised import SCHEMES, matrix_of
 from worlds import sampling

@@ -40,7 +40,8 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.residency import WeightLimits, padded
-from penstock.worker.graphs import DecodeGraphs, DecodeStep
+from penstock.worker.decode_step import DecodeStep
+from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.recording import Program
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import graph_blocker, mixed_counts, row_counts, run_counts, shared_counts

@@ -9,11 +9,11 @@ from torch import Tensor
 from penstock.ops.kernels import triton_kernels
 from penstock.ops.rope import RotaryAngles
 
-FIELDS = 6
+FIELDS = 7
 """Numbers that describe a row of `given`.
 
 They are its row number, position and token, then a row and a column of a block table, and the block that is
-new there.
+new there, and the first column of its own table: blocks before that are not in pages.
 """
 LEAST = torch.iinfo(torch.int64).min
 """Initial value of each entry of `best` in `likeliest`."""
@@ -25,11 +25,11 @@ NO_TOKEN = -1
 class Placed:
     """Placed holds the inputs of each row of a decode step.
 
-    table: the row's blocks, int32 `[rows, blocks]`, as far as it has any.
+    table: the row's blocks, int32 `[rows, blocks]`, as far as it has any, from its first column on.
     tokens: int64 `[rows]`.
     blocks, offsets: block of the new KV and the place in it, int64 `[rows]`.
     slots: the slot mapping, block * block_size + offset, int64 `[rows]`; -1 for padding.
-    lengths: tokens of the sequence, the new one included, int32 `[rows]`.
+    lengths: tokens of the sequence in these blocks, the new one included, int32 `[rows]`.
     cos, sin: float32 `[rows, dim / 2]`.
     """
 
@@ -53,13 +53,16 @@ def place(given: Tensor, table: Tensor, newest: Tensor, angles: RotaryAngles, bl
     """
     if given.is_cuda and (kernels := triton_kernels("steps")):
         return Placed(*kernels.place(given, table, newest, angles.frequencies, angles.scale, block_size))
-    row, position, token, whose, column, page = given.long()
+    row, position, token, whose, column, page, first = given.long()
     table.index_put_((whose, column), page.int())
-    at, pages = position.clamp(min=0), table[row]
-    blocks, offsets = pages.gather(1, (at // block_size)[:, None])[:, 0].long(), at % block_size
+    at, blocks_of = position.clamp(min=0), table[row]
+    blocks, offsets = blocks_of.gather(1, (at // block_size)[:, None])[:, 0].long(), at % block_size
     slots = torch.where(position < 0, -1, blocks * block_size + offsets)
     tokens = torch.where(token < 0, newest[row], token)
-    return Placed(pages, tokens, blocks, offsets, slots, (position + 1).int(), *angles.tables(at))
+    columns = first[:, None] + torch.arange(table.shape[1], device=table.device)
+    pages = blocks_of.gather(1, columns.clamp(max=table.shape[1] - 1))
+    lengths = (position + 1 - first * block_size).int()
+    return Placed(pages, tokens, blocks, offsets, slots, lengths, *angles.tables(at))
 
 
 def likeliest(logits: Tensor, rows: Tensor, newest: Tensor, tokens: Tensor, best: Tensor) -> None:

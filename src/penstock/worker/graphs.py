@@ -22,240 +22,63 @@ row numbers, and that of padding is nobody's; those of sequences that begin are 
 """
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.arch.spec import DTYPE_BYTES
 from penstock.base.garbage import no_collection
-from penstock.kv.movement.pool import KVPool
 from penstock.memory.device import give_back
-from penstock.memory.sending import StagingTurns
-from penstock.models.decoder import Decoder
-from penstock.models.inputs import StateInputs, StepInputs, Weights
-from penstock.ops.attention.inputs import AttentionInputs, PlacedRun, Rows
+from penstock.models.inputs import Weights
+from penstock.ops.attention.inputs import ColdInputs, Tiles
 from penstock.ops.kernels import counting, pdl_launches
-from penstock.ops.rope import RotaryAngles
-from penstock.ops.runs import suits_rows, suits_rows_together, suits_run
-from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
+from penstock.ops.runs import suits_rows, suits_rows_together
 from penstock.step.plan import Plan, Share, ShareKind
 from penstock.weights.streaming.stream import WeightStream
-from penstock.worker.adapters import RowAdapters
+from penstock.worker.decode_step import DecodeStep
 from penstock.worker.recording import Program, idle_stream, keep_idle
-from penstock.worker.sizes import mixed_counts, row_counts, run_counts, shared_counts
+from penstock.worker.sizes import cold_counts, row_counts, run_counts, shared_counts
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-_COUNTERS = 256
-"""Most tiles of a product that programs may share."""
-_WHERE = 4
-"""Numbers of a step's inputs before those of its rows: a run's first position and its tokens, and padding."""
 
+@dataclass(slots=True)
+class _Reads:
+    """_Reads hold what a step that is replayed attends to beyond the pages, and what lends it. Programs refer
+    to them, and so to nothing that holds a program."""
 
-class DecodeStep:
-    """Computes a step over inputs at fixed addresses: decode rows, or the tokens of a run.
+    cold: tuple[ColdInputs, Tiles] | None = None
 
-    rows, tokens: the most that there may be.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        angles: RotaryAngles,
-        pool: KVPool,
-        table: Tensor,
-        newest: Tensor,
-        *,
-        rows: int,
-        tokens: int,
-        max_length: int,
-    ) -> None:
-        """Allocate inputs and outputs.
-
-        table: int32 `[rows + 1, blocks]`, the pages of each row. The last row is for padding.
-        newest: int64 `[rows + 1]`, each row's newest token.
-        rows, tokens: the most that a step may have.
-        """
-        self.adapters: RowAdapters | None = None
-        """Of its rows, if these may have any."""
-        self._decoder, self._angles, self._pool, self._table, self._newest = (
-            decoder,
-            angles,
-            pool,
-            table,
-            newest,
-        )
-        self._max_length, self.spec, self._rows = max_length, decoder.spec, rows
-        self.mixed = mixed_counts(decoder.spec, pool.layout.dtype, tokens, table.shape[1])
-        """Numbers of tokens of steps of rows and short runs, the largest first."""
-        most = max(rows, *self.mixed, 0)
-        self._nobody = len(table) - 1
-        device = table.device
-        size = _WHERE + FIELDS * max(most, *run_counts(decoder.spec, tokens), 0) + 2 * rows
-        self._given = torch.zeros(size, dtype=torch.int32, device=device)
-        self._staging = StagingTurns(size, device)
-        self._arrivals = torch.zeros(
-            most * max(plane.heads for layer in set(pool.layout.planes) for plane in layer),
-            dtype=torch.int32,
-            device=device,
-        )
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-        self._best = torch.full((rows,), LEAST, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(
-            rows, decoder.spec.vocab_size, dtype=getattr(torch, pool.layout.dtype), device=device
-        )
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-
-    def give(self, shares: Sequence[Share], count: int) -> None:
-        """Send the inputs of a step of `count` rows. Each share may have one new page at most; where any has
-        several tokens, all new pages must be in the table."""
-        staging = self._staging.lend(_WHERE + FIELDS * count)
-        self._fill(staging, shares, count)
-        self._staging.read_into(self._given[: len(staging)])
-
-    def give_mixed(self, shares: Sequence[Share], count: int) -> None:
-        """Send the inputs of a step of rows and runs, of `count` tokens, each of which is a row. All new
-        pages must be in the table."""
-        staging = self._staging.lend(_WHERE + FIELDS * count + 2 * self._drawn(count))
-        self._fill(staging, shares, count)
-        wanted, rows = staging.numpy()[_WHERE + FIELDS * count :].reshape(2, -1)
-        used = len(shares)
-        wanted[:used] = np.cumsum([len(share.tokens) for share in shares]) - 1
-        rows[:used] = [share.row for share in shares]
-        wanted[used:], rows[used:] = 0, self._nobody
-        self._staging.read_into(self._given[: len(staging)])
-
-    def _fill(self, staging: Tensor, shares: Sequence[Share], count: int) -> None:
-        fields = _fields(staging, count)
-        used = sum([len(share.tokens) for share in shares])
-        fields[0, :used] = [share.row for share in shares for _ in share.tokens]
-        fields[1, :used] = [at for share in shares for at, _ in enumerate(share.tokens, share.start)]
-        fields[2, :used] = [token for share in shares for token in share.tokens]
-        fields[:3, used:] = [[self._nobody], [-1], [0]]
-        fields[3:] = [[self._nobody], [0], [0]]
-        for index, share in enumerate(shares):
-            if share.new_blocks:
-                fields[3:, index] = share.row, share.first_new_block, share.new_blocks[0]
-
-    def give_run(self, share: Share | None, count: int) -> None:
-        """Send the inputs of a run of `count` tokens.
-
-        Its new pages must be in the table. None is all padding.
-        """
-        staging = self._staging.lend(_WHERE + FIELDS * count)
-        fields, used = _fields(staging, count), len(share.tokens) if share else 0
-        staging.numpy()[:_WHERE] = share.start if share else 0, used, 0, 0
-        if share:
-            fields[0, :used] = share.row
-            fields[1, :used] = np.arange(share.start, share.stop)
-            fields[2, :used] = share.tokens
-        fields[:3, used:] = [[self._nobody], [-1], [0]]
-        fields[3:] = [[self._nobody], [0], [0]]
-        self._staging.read_into(self._given[: len(staging)])
-
-    def suits(self, share: Share) -> bool:
-        """Tell whether a run is attended to in pages. The answer is the same on all ranks."""
-        spec = self.spec
-        head_bytes = spec.head_dim * DTYPE_BYTES[self._pool.layout.dtype]
-        return suits_run(len(share.tokens), share.stop, spec.heads // spec.kv_heads, head_bytes)
-
-    def compute(self, count: int, weights: Weights, *, adapted: bool = False) -> None:
-        """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest.
-
-        adapted: whether rows may have adapters.
-        """
-        given, placed = self._place(count)
-        rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
-        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
-        state = StateInputs(given[0].long(), ()) if self._pool.state is not None else None
-        padding = given[0] == self._nobody if self.spec.moe is not None else None
-        lora = self.adapters.of_rows(given[0]) if adapted and self.adapters else None
-        inputs = StepInputs(
-            placed.tokens, placed.cos, placed.sin, attention, None, state=state, padding=padding, lora=lora
-        )
-        self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
-
-    def computations(self, rows: int, tokens: int) -> list[Callable[[Weights], None]]:
-        """Return what would be recorded, without adapters. rows, tokens: as for the step."""
-        found: list[Callable[[Weights], None]] = [partial(self.compute, count) for count in row_counts(rows)]
-        found += [partial(self.compute_run, count) for count in run_counts(self.spec, tokens)]
-        return found + [partial(self.compute_mixed, count) for count in self.mixed]
-
-    def _drawn(self, count: int) -> int:
-        """Return the most that may be drawn in a step of rows and runs."""
-        return min(self._rows, count)
-
-    def compute_mixed(self, count: int, weights: Weights) -> None:
-        """Compute the step of rows and runs of `count` tokens: logits and likeliest tokens behind the last
-        token of each share, which become the newest of its row."""
-        _, placed = self._place(count)
-        begin = _WHERE + FIELDS * count
-        wanted, of = self._given[begin : begin + 2 * self._drawn(count)].view(2, -1)
-        rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
-        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, ())
-        inputs = StepInputs(placed.tokens, placed.cos, placed.sin, attention, wanted.long())
-        self._finish(self._decoder.forward(weights, self._pool.layers, inputs), of, weights)
-
-    def compute_run(self, count: int, weights: Weights, *, adapted: bool = False) -> None:
-        """Compute the run of `count` tokens: its last one's logits and likeliest token, in the first row."""
-        given, placed = self._place(count)
-        where, pages = (
-            self._given[:2],
-            self._table.index_select(0, given[0, :1])[0],
-        )  # Those of `placed` end where each token does.
-        run = PlacedRun(pages, where, self._max_length)
-        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, None, (), placed=run)
-        last = (where[1:] - 1).clamp(min=0).long()
-        newest = Rows(1, pages.unsqueeze(0), where.sum(0, keepdim=True, dtype=torch.int32), self._max_length)
-        inputs = StepInputs(
-            placed.tokens,
-            placed.cos,
-            placed.sin,
-            attention,
-            last,
-            replace(attention, rows=newest, placed=None),
-            lora=self.adapters.of_run(given[0]) if adapted and self.adapters else None,
-        )
-        self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0, :1], weights)
-
-    def _place(self, count: int) -> tuple[Tensor, Placed]:
-        given = self._given[_WHERE : _WHERE + FIELDS * count].view(FIELDS, count)
-        return given, place(given, self._table, self._newest, self._angles, self._pool.layout.block_size)
-
-    def _finish(self, hidden: Tensor, rows: Tensor, weights: Weights) -> None:
-        count = len(hidden)
-        logits = self.logits[:count]
-        with self._decoder.head(weights, hidden) as logits_of:
-            logits_of(slice(count), logits)
-        likeliest(logits, rows, self._newest, self.tokens[:count], self._best)
-
-
-def _fields(staging: Tensor, count: int) -> NDArray[np.int32]:
-    """Return a view of the fields of so many rows."""
-    return staging.numpy()[_WHERE : _WHERE + FIELDS * count].reshape(FIELDS, count)
+    def fold(self, fold: Callable[[ColdInputs, Tiles], None]) -> None:
+        assert self.cold is not None, "a step with KV beyond the device is replayed without it"
+        fold(*self.cold)
 
 
 class DecodeGraphs:
     """Holds recorded steps for several numbers of rows, and of tokens of a run, in shared memory."""
 
-    def __init__(self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int) -> None:
-        """Record nothing yet. rows, tokens: as for the step."""
+    def __init__(
+        self, step: DecodeStep, weights: WeightStream, rows: int, tokens: int, *, cold: bool = False
+    ) -> None:
+        """Record nothing yet. rows, tokens: as for the step. cold: whether there may be KV beyond the device,
+        all of which rows read."""
         self._step, self._weights = step, weights
         self._counts, self._runs = row_counts(rows), run_counts(step.spec, tokens)
+        self._cold_counts = cold_counts(rows) if cold else ()
         self._programs: dict[int, Program] = {}
         self._shared: dict[int, Program] = {}
         """Of passes that a CPU shares."""
         self._run_programs: dict[int, Callable[[], None]] = {}
         self._mixed: dict[int, Callable[[], None]] = {}
         """Of rows and short runs."""
+        self._cold: dict[int, Program] = {}
+        """Of rows of which some have KV beyond the device."""
+        self._reads = _Reads()
         self._adapted: dict[int, Program] = {}
         self._adapted_runs: dict[int, Callable[[], None]] = {}
         """Of steps in which rows have adapters: others do not pay for them."""
@@ -299,6 +122,9 @@ class DecodeGraphs:
                     self._adapted[count] = self._recorded(partial(compute, adapted=True), pool, stream)
                 if self._weights.shares and count in shared:
                     self._shared[count] = self._recorded(compute, pool, stream, shared=count)
+            for count in self._cold_counts:
+                self._step.give((), count)
+                self._cold[count] = self._recorded_cold(count, pool, stream)
             for count in self._runs:
                 self._step.give_run(None, count)
                 plain = partial(self._step.compute_run, count)
@@ -350,10 +176,22 @@ class DecodeGraphs:
         program.end()
         return program
 
+    def _recorded_cold(self, count: int, pool: "_POOL_HANDLE", stream: torch.cuda.Stream) -> Program:
+        compute = partial(self._step.compute, count)
+        compute(self._weights.standing(), later=lambda fold: None)
+        stream.synchronize()
+        program = Program(pool, self._weights)
+        self._every.append(program)
+        reads = self._reads
+        compute(program, later=lambda fold: program.between(partial(reads.fold, fold)))
+        program.end()
+        return program
+
     def close(self) -> None:
         """Release the recorded graphs, even if this object is still referenced: NCCL ends only after them."""
         for programs in (
-            self._programs, self._shared, self._run_programs, self._mixed, self._adapted, self._adapted_runs,
+            self._programs, self._shared, self._cold, self._run_programs, self._mixed, self._adapted,
+            self._adapted_runs,
         ):  # fmt: skip
             programs.clear()
         for program in self._every:
@@ -371,6 +209,8 @@ class DecodeGraphs:
         shares, runs = plan.shares, plan.runs
         if runs and runs[0].kind is ShareKind.CHUNK:
             return self._fits_run(shares[0]) if len(shares) == 1 else self._fits_mixed(plan)
+        if any(share.cold_start for share in shares):
+            return self._fits_cold(plan)
         if not 0 < plan.tokens <= self._counts[0]:
             return False
         odd = (
@@ -402,6 +242,22 @@ class DecodeGraphs:
         )
         return not any(odd) and suits_rows_together((len(run.tokens), run.stop) for run in runs)
 
+    def _fits_cold(self, plan: Plan) -> bool:
+        """Tell whether the plan is of rows alone, each of which yields a token, and nothing of which leaves
+        the pages by itself."""
+        counts, adapters = self._cold_counts, self._step.adapters
+        if plan.runs or not counts or plan.tokens > counts[0] or (adapters and adapters.needs(plan)):
+            return False
+        odd = (
+            not share.sample
+            or share.pooled
+            or share.next_prompt_tokens
+            or max(share.near, share.cold_stop) > share.start
+            or len(share.new_blocks) > 1
+            for share in plan.shares
+        )
+        return not any(odd)
+
     def _fits_run(self, share: Share) -> bool:
         chunk = share.kind is ShareKind.CHUNK and share.sample
         if not chunk or not self._runs or len(share.tokens) > self._runs[0]:
@@ -409,6 +265,10 @@ class DecodeGraphs:
         beyond_pages = share.near or share.cold_start or share.cold_stop or share.new_cold
         reports = share.next_prompt_tokens or share.pooled
         return not beyond_pages and not reports and self._step.suits(share)
+
+    def lend(self, tiles: tuple[ColdInputs, Tiles] | None) -> None:
+        """Have the next plan's rows attend to tiles, too, or to none."""
+        self._reads.cold = tiles
 
     def run(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Compute a plan.
@@ -431,11 +291,11 @@ class DecodeGraphs:
             self._step.give_run(plan.shares[0], count)
             (self._adapted_runs if adapted else self._run_programs)[count]()
         else:
-            used = plan.tokens
-            count = min(count for count in self._counts if count >= used)
-            shared = self._weights.turn(0 if adapted else count)
+            used, cold = plan.tokens, self._reads.cold is not None
+            count = min(count for count in (self._cold_counts if cold else self._counts) if count >= used)
+            shared = self._weights.turn(0 if adapted or cold else count)
             programs = self._adapted if adapted else self._shared if shared else self._programs
             self._step.give(plan.shares, count)
-            programs[count].replay()
+            (self._cold if cold else programs)[count].replay()
         self._weights.end_pass()
         return self._step.logits[:used], self._step.tokens[:used]

@@ -33,6 +33,7 @@ from penstock.ops.attention.inputs import (
 from penstock.ops.rope import RotaryAngles
 from penstock.step.plan import UNKNOWN, HostBlockId, Plan, Share, ShareKind
 from penstock.worker.tables import BlockTables
+from penstock.worker.tensors import Moves, StepTensors
 from penstock.worker.tiling import Stretch, Table, batches, in_one, stretches
 from penstock.worker.trees import run_tree
 
@@ -43,27 +44,6 @@ _PADDING = 1.3
 
 ROW_KEYS = PAST_TILE // 2
 """Most keys that a group of rows gathers, padding included. It bounds the scratch memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """StepTensors holds the inputs of a step, and says to which share each wanted hidden state belongs.
-
-    First come those after which a token is drawn, by share in order, then those of prompts.
-
-    samples: number of tokens that are drawn.
-    prompt_positions: for each share, how many positions report a prompt token's log-probability.
-    tiles: tiles that stream from host memory, as `inputs.attention.cold` lists them.
-    sends: KV that goes to host blocks.
-    readers: rows and runs that attend to the choice of a policy.
-    """
-
-    inputs: StepInputs
-    samples: int
-    prompt_positions: tuple[int, ...]
-    tiles: tuple[Tile, ...] = ()
-    sends: tuple[Send, ...] = ()
-    readers: tuple[Reader, ...] = ()
 
 
 class InputBuilder:
@@ -179,7 +159,7 @@ class InputBuilder:
             self._state(shares, first, len(singles)) if self._has_state else None,
             drafting=self._drafting(shares) if self._is_head else None,
         )
-        return StepTensors(inputs, samples, reported, tiling.tiles, sends, readers)
+        return StepTensors(inputs, samples, reported, Moves(cold, tiling.tiles, sends, readers))
 
     def _plain_rows(self, shares: Sequence[Share], newest: Tensor) -> StepTensors:
         """Return the tensors of a step of rows that each see nothing but pages, and of which each samples.
@@ -250,6 +230,12 @@ class InputBuilder:
 
     def _cold_table(self, share: Share) -> Table:
         return self._cold[share.row, : share.cold_start // self._block_size]
+
+    def moves_of_rows(self, shares: Sequence[Share]) -> tuple[ColdInputs, Moves]:
+        """Return what rows of a recorded step attend to beyond the pages, and what moves for that."""
+        tiling, positions = self._tile(shares), tuple(share.start for share in shares)
+        cold = ColdInputs(tiling.cold, positions, seen=self._seen(tiling, shares))
+        return cold, Moves(cold, tiling.tiles)
 
     def _sends(self, shares: Sequence[Share], first: Ints) -> Iterator[Send]:
         for at, share in zip(first, shares, strict=True):

@@ -8,7 +8,8 @@ from penstock.models.decoder import Decoder
 from penstock.models.inputs import Weights
 from penstock.weights.streaming.stream import WeightStream
 from penstock.worker.adapters import RowAdapters
-from penstock.worker.graphs import DecodeGraphs, DecodeStep
+from penstock.worker.decode_step import DecodeStep
+from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.inputs import InputBuilder
 from penstock.worker.sampler import Sampler
 
@@ -45,6 +46,13 @@ class LoadedModel:
         step = DecodeStep(self.decoder, self.inputs.angles, self.pool, table, newest, **sizes)
         step.adapters = self.adapters
         return step
+
+    def reads_beyond(self, max_length: int) -> bool:
+        """Tell whether sequences of up to `max_length` tokens may be too long for the pages, and rows then
+        read all of them. While the model is attached."""
+        if self.carrier is None or self.carrier.chosen is not None or self.pool is None:
+            return False
+        return self.pool.blocks * self.pool.layout.block_size < max_length
 
     def detach(self) -> None:
         """Let go of weights and KV, and of what was recorded of them."""

@@ -85,6 +85,13 @@ class Program:
         if self._standing.moves(group):
             self._released.append(group)
 
+    def between(self, act: Callable[[], object]) -> None:
+        """Have something done whenever the program is replayed, behind what is recorded so far and before
+        what follows."""
+        self._cut()
+        self._acts.append(act)
+        self._graph = self._begin()
+
     def end(self) -> None:
         """Recording is over."""
         self._cut()

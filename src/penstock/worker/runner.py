@@ -23,16 +23,17 @@ from penstock.models.inputs import Weights
 from penstock.ops.attention.gathered import PAST_TILE
 from penstock.ops.kernels import between_products, counting, pdl_launches, plain_torch
 from penstock.step.adapter import LoadedAdapter
-from penstock.step.plan import Landed, ModelRole, Outcome, Plan, Result, Share, ShareKind, TokenLogprob
+from penstock.step.plan import Landed, ModelRole, Outcome, Plan, Result, ShareKind, TokenLogprob
 from penstock.weights.checkpoint.lora import Adapter
 from penstock.weights.streaming.cpu_experts import CpuService
 from penstock.weights.streaming.snapshots import SlotSnapshots
 from penstock.weights.streaming.stream import WeightStream
-from penstock.worker.graphs import DecodeGraphs, DecodeStep
-from penstock.worker.inputs import StepTensors
+from penstock.worker.decode_step import DecodeStep
+from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.loaded import LoadedModel
 from penstock.worker.sampler import Drawn, fetched
 from penstock.worker.sizes import HEAD_ROWS, StepSizes
+from penstock.worker.tensors import Moves, drawn_together, sampled
 from penstock.worker.trees import Move, compact, moves_of
 from penstock.worker.warmup import draft_step, kernel_steps, largest_step, long_steps, small_steps, tree_step
 
@@ -115,7 +116,9 @@ class Runner:
         assert isinstance(model.weights, WeightStream), "record before attach"
         with self._here(), torch.inference_mode():
             step = model.decode_step(rows, tokens, max_length)
-            model.graphs = DecodeGraphs(step, model.weights, rows, tokens)
+            model.graphs = DecodeGraphs(
+                step, model.weights, rows, tokens, cold=model.reads_beyond(max_length)
+            )
             model.graphs.record(record_runs=record_runs, early=model.early)
         return model.graphs
 
@@ -290,6 +293,11 @@ class Runner:
             if plan.runs:
                 inputs.tables.note_on_device(plan)
             self._transfer(plan)
+            graphs.lend(None)
+            if model.carrier is not None and any(share.cold_start for share in plan.shares):
+                seen, moves = inputs.moves_of_rows(plan.shares)
+                self._tell(model, plan, moves, layers)
+                graphs.lend((seen, model.carrier))
             together = model.sampler.choose(*graphs.run(plan), plan.shares)
             return (together,), ((),) * len(plan.shares), None
         step = inputs.build(plan, model.sampler.newest)
@@ -303,7 +311,7 @@ class Runner:
         if by_cpu is not None:
             by_cpu.turn(0 if lora is not None else decode_rows(plan))
         self._transfer(plan)
-        self._tell(model, plan, step, layers)
+        self._tell(model, plan, step.moves, layers)
         prompts: list[list[TokenLogprob]] = [[] for _ in plan.shares]
         logits: Tensor | None = None
         embeddings: Tensor | None = None
@@ -343,49 +351,27 @@ class Runner:
         self,
         model: LoadedModel,
         plan: Plan,
-        step: StepTensors,
+        moves: Moves,
         layers: tuple[int, ...] | None,
     ) -> None:
         """Give the carrier the KV that the step moves."""
         if model.carrier is None:
-            beyond = plan.orders or step.tiles or step.sends or step.readers
+            beyond = plan.orders or moves.tiles or moves.sends or moves.readers
             assert not beyond, "a plan with host blocks needs a carrier"
             return
         assert model.pool is not None
         if isinstance(model.weights, WeightStream):
             # The link alone says how long a step of rows takes, whatever the order of its copies.
-            model.weights.share_link(bool(step.tiles and plan.runs))
-        spec, cold = model.decoder.spec, step.inputs.attention.cold
+            model.weights.share_link(bool(moves.tiles and plan.runs))
+        spec, cold = model.decoder.spec, moves.cold
         through = range(spec.layers) if layers is None else layers
-        every = range(len(step.tiles))
+        every = range(len(moves.tiles))
         windows, kept = spec.windows, model.pool.layout.planes
         seen = [
             (cold.seen.get(windows[layer], every) if cold else every) if kept[layer] else ()
             for layer in through
         ]
-        model.carrier.begin(plan.orders, model.pool, step.sends, step.tiles, through, seen, step.readers)
-
-
-def sampled(plan: Plan) -> list[Share]:
-    """Return the shares that yield a token, in their order."""
-    return [share for share in plan.shares if share.sample]
-
-
-def drawn_together(plan: Plan) -> tuple[list[Share], list[list[Share]]]:
-    """Return the shares that yield one token, whose logits are in memory at a time, and those that verify a
-    draft, of which as many are together as have HEAD_ROWS rows of logits."""
-    plain, drafts, rows = list[Share](), list[list[Share]](), HEAD_ROWS
-    for share in sampled(plan):
-        if share.kind is not ShareKind.VERIFY:
-            assert not drafts, "a plan's drafts come last"
-            plain.append(share)
-            continue
-        rows += share.draws
-        if rows > HEAD_ROWS:
-            drafts.append([])
-            rows = share.draws
-        drafts[-1].append(share)
-    return plain, drafts
+        model.carrier.begin(plan.orders, model.pool, moves.sends, moves.tiles, through, seen, moves.readers)
 
 
 def decode_rows(plan: Plan) -> int:

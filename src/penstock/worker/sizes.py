@@ -21,6 +21,8 @@ _RUNS = (512, 256, 128, 64, 32, 16)
 """Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
 _MIXED = (1024, 768, 512, 384, 256, 128, 64, 32)
 """Tokens of recorded steps of rows and short runs."""
+_COLD = (8, 4, 2, 1)
+"""Rows of recorded steps in which some have KV beyond the device."""
 _MOST_PASSING = 64 << 20
 """Bytes of activations and block tables that such a step may take."""
 
@@ -115,6 +117,12 @@ def mixed_counts(spec: ModelSpec, dtype: str, most: int, blocks: int) -> tuple[i
         return ()
     each = 2 * _width(spec) * DTYPE_BYTES[dtype] + 4 * blocks
     return tuple(count for count in _MIXED if count <= min(most, _MOST_PASSING // each))
+
+
+def cold_counts(most: int) -> tuple[int, ...]:
+    """Return the numbers of rows for which steps are recorded where some have KV beyond the device, the
+    largest first. most: rows of a decode step."""
+    return tuple(count for count in _COLD if count <= most)
 
 
 def shared_counts(most: int) -> tuple[int, ...]:

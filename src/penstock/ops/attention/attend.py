@@ -18,6 +18,7 @@ sink.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple
 
@@ -140,7 +141,10 @@ def _attend_mixed(
     passing = cold.of(layer.window) if cold else ()
     if inputs.rows:
         more = any(tile.rows for tile in passing) or bool(cold and cold.choosing_rows)
+        more = more or inputs.later is not None
         rows = _attend_rows(q, cache, inputs.rows, layer, result, more=more)
+        if inputs.later is not None and rows is not None:
+            inputs.later(partial(_fold_later, q, rows, layer))
     together = [batch for batch in inputs.batches if _attend_batch(q, k, v, cache, batch, layer, result)]
     over = {index for batch in together for index in batch.index}
     for index, run in enumerate(inputs.runs):
@@ -289,6 +293,14 @@ def _fold_tiles(
                 fold_before(runs[index], q[run.queries], k, v, layer, run.tree, tile.start)
             else:
                 fold_past(runs[index], q[run.queries], k, v, layer, run.start - tile.start)
+        tiles.release()
+
+
+def _fold_later(q: Tensor, rows: Part, layer: LayerAttention, cold: ColdInputs, tiles: Tiles) -> None:
+    """Fold the tiles that the layer sees into rows of a step that is replayed, all of them."""
+    for tile in cold.of(layer.window):
+        k, v = (x[: tile.keys] for x in tiles.take())
+        _fold_into_rows(rows, q, k, v, tile, cold.positions, layer)
         tiles.release()
 
 

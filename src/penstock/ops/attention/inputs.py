@@ -338,6 +338,8 @@ class AttentionInputs:
     cold: KV outside the pages, if the step reads any.
     placed: one run instead of rows and runs.
     batches: those of the runs that may be attended to together.
+    later: takes what folds a layer's tiles into the rows, of a step that is recorded: which tiles there are
+        is known when it is replayed.
     """
 
     blocks: Tensor
@@ -348,3 +350,4 @@ class AttentionInputs:
     cold: ColdInputs | None = None
     placed: PlacedRun | None = None
     batches: tuple[RunBatch, ...] = ()
+    later: Callable[[Callable[[ColdInputs, Tiles], None]], None] | None = None

@@ -61,15 +61,16 @@ def _place(  # type: ignore[no-untyped-def]
         tl.load(given + 4 * count + mine),
         tl.load(given + 5 * count + mine),
     )
+    first = tl.load(given + 6 * count + mine)
     tl.store(table + whose.to(tl.int64) * s_table + column, page)
-    at, length = tl.maximum(position, 0), position + 1
+    at, length = tl.maximum(position, 0), position + 1 - first * SIZE
     for start in range(0, (length + SIZE - 1) // SIZE, PAGES):
         ids = start + tl.arange(0, PAGES)
         there = ids * SIZE < length
-        known = tl.load(table + row.to(tl.int64) * s_table + ids, mask=there, other=0)
+        known = tl.load(table + row.to(tl.int64) * s_table + first + ids, mask=there, other=0)
         tl.store(
             pages + mine.to(tl.int64) * s_table + ids,
-            tl.where((ids == column) & (whose == row), page, known),
+            tl.where((first + ids == column) & (whose == row), page, known),
             mask=there,
         )
     last = at // SIZE
