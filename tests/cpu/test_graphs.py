@@ -862,3 +862,36 @@ def test_which_steps_are_replayed(shares: Sequence[Share], fits: bool) -> None:
     step = Mock(spec=spec_of("llama"), suits=lambda share: True, mixed=(32,), adapters=None)
     step.spec = spec_of("llama")
     assert DecodeGraphs(step, Mock(), 7, 30).fits(Plan((), tuple(shares))) == fits
+
+
+COLD = replace(ROW, start=9, cold_start=4, cold_stop=4, near=4)
+"""A row whose newest tokens are in pages, and the others beyond the device."""
+
+
+@pytest.mark.parametrize(
+    ("shares", "fits"),
+    [
+        ([COLD], True),
+        ([ROW, COLD, COLD], True),
+        ([replace(COLD, new_blocks=(BlockId(1),), new_cold=HOST)], True),
+        ([COLD] * 4, True),
+        ([COLD] * 5, False),
+        ([ROW] * 7, True),
+        ([replace(COLD, new_blocks=(BlockId(1), BlockId(2)))], False),
+        ([replace(COLD, cold_stop=12)], False),
+        ([replace(COLD, near=12)], False),
+        ([replace(COLD, sample=False)], False),
+        ([replace(COLD, pooled=True)], False),
+        ([replace(COLD, next_prompt_tokens=(4,))], False),
+        ([COLD, RUN], False),
+        ([ROW, replace(VERIFY, cold_start=4, cold_stop=4, near=4)], False),
+        ([COLD, VERIFY], False),
+    ],
+)
+def test_which_steps_of_rows_with_kv_beyond_the_device_are_replayed(
+    shares: Sequence[Share], fits: bool
+) -> None:
+    """Up to so many rows, nothing of which leaves the pages meanwhile."""
+    step = Mock(spec=spec_of("llama"), suits=lambda share: True, mixed=(32,), adapters=None)
+    step.spec = spec_of("llama")
+    assert DecodeGraphs(step, Mock(), 7, 30, cold=True).fits(Plan((), tuple(shares))) == fits

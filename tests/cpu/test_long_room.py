@@ -21,7 +21,7 @@ from penstock.engine.boot import boot
 from penstock.engine.budget import Demand, divide, least_activations, weights_room
 from penstock.engine.contexts import LongRoom, chunk_in_balance, long_room
 from penstock.engine.hardware import read_hardware
-from penstock.engine.plan import limits_of
+from penstock.engine.limits import limits_of
 from penstock.engine.rooms import Hardware
 from penstock.engine.settling import settle
 from penstock.engine.team import Place

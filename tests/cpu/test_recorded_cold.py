@@ -86,7 +86,7 @@ def recorded(name: str, room: Room, **more: object) -> Iterator[tuple[LLM, list[
     ):
         runner, limits = llm.booted.engine._ranks, llm.booted.limits
         assert isinstance(runner, Runner)
-        runner.record(limits.max_sequences, 0, limits.max_length, record_runs=False)
+        runner.record(limits.max_sequences, 0, limits.max_length, record_runs=False, cold=True)
         yield llm, replayed
 
 

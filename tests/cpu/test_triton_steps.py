@@ -72,8 +72,8 @@ class TestOneRow:
 class TestPlace:
     @pytest.mark.parametrize("seed", range(4))
     def test_as_step_by_step(self, seed: int) -> None:
-        """Rows in any order, some of nobody, some with a new page, which may be the one that they write
-        to."""
+        """Rows in any order, some of nobody, some with a new page, which may be the one that they write to,
+        and some with a table that does not begin with their first column."""
         rng = torch.Generator().manual_seed(seed)
         everyone, pages, size, count = 7, 300, 4, 5
         rope = (
@@ -93,12 +93,13 @@ class TestPlace:
         given[3, 0], given[4, 0], given[5, 0] = rows[0], 0, 99
         given[3, 2], given[4, 2], given[5, 2] = rows[2], 1, 98
         given[3, 4], given[4, 4], given[5, 4] = rows[4], 65, 97
+        given[6, 3], given[6, 4] = 250, 60
         wanted_table, got_table = table.clone(), table.clone()
         want = steps.place(given, wanted_table, newest, angles, size)
         got = steps.Placed(*place(given, got_table, newest, angles.frequencies, angles.scale, size))
         assert torch.equal(got_table[:everyone], wanted_table[:everyone])
         for row, position in enumerate(given[1].tolist()):
-            held = position // size + 1 if position >= 0 else 0
+            held = position // size + 1 - int(given[6, row]) if position >= 0 else 0
             assert torch.equal(got.table[row, :held], want.table[row, :held])
         real = given[1] >= 0
         assert torch.equal(got.tokens[real], want.tokens[real])

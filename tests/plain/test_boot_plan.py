@@ -19,7 +19,8 @@ from penstock.base.tiers import Tier
 from penstock.engine.budget import Budget, memory_of
 from penstock.engine.cpu import cpu_blocker, with_cpu
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
-from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, dtype_of, limits_of, plan_boot
+from penstock.engine.limits import dtype_of, limits_of
+from penstock.engine.plan import USUAL, BootPlan, Measured, Outline, Rest, plan_boot
 from penstock.engine.rooms import Hardware, device_room, host_room
 from penstock.ops.row_classes import MOST_TOKENS
 from penstock.weights.streaming.beside import LOSS

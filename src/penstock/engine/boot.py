@@ -380,6 +380,7 @@ def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole)
         limits.max_step_tokens,
         limits.max_length,
         record_runs=plan.record_runs,
+        cold=outline.reads_beyond,
         role=role,
     )
     counts, runs, mixed, prompts = graphs.counts, graphs.runs, graphs.mixed, ""

@@ -8,22 +8,20 @@ here reaches torch, so `penstock plan` makes the same value for a machine that i
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from math import ceil
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from penstock.arch.layout import GroupKind, GroupLayout, KVLayout, mixture_layouts, state_layout
 from penstock.arch.lora import LoraRoom
 from penstock.arch.shards import WHOLE, Shard
-from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
-from penstock.base.errors import BudgetError, ConfigError
+from penstock.base.errors import BudgetError
 from penstock.base.tiers import Tier
-from penstock.base.units import counted, format_size, parse_size
+from penstock.base.units import counted, format_size
 from penstock.engine.budget import Budget, Demand, cpu_ring, divide, weights_room
 from penstock.engine.cpu import may_share, with_cpu
-from penstock.engine.draft import DraftModel, check_state, draft_limit
-from penstock.engine.rooms import STEP, Hardware, host_room
+from penstock.engine.draft import DraftModel, draft_limit
+from penstock.engine.rooms import Hardware, host_room
 from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import MOST_DRAFTED
 from penstock.weights.streaming.residency import ExpertRoom, Placement, Use, WeightLimits, padded
@@ -33,8 +31,6 @@ from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
-_ROOMY = 64 << 30
-"""Bytes of a device from which on a step is twice as long by default: less attention is merged from parts."""
 
 
 class FarRoom(Protocol):
@@ -130,6 +126,13 @@ class Outline(Generic[Far]):
         return sum(map(padded, self.layouts)) + beside <= self.total
 
     @property
+    def reads_beyond(self) -> bool:
+        """Tell whether sequences may be too long for pages, by what is left beside weights alone."""
+        rest = sum(map(padded, self.layouts)) if self.may_rest else 0
+        pages = self.settings.kv_blocks or (self.total - rest) // max(self.block_bytes, 1)
+        return self.far is not None and pages < self.blocks_per_row
+
+    @property
     def decides(self) -> bool:
         """Tell whether the device decides which experts it has, where they do not all fit: it has kernels for
         that, host memory has room for all of them, all layers have as many, and there are no other ranks."""
@@ -171,10 +174,10 @@ class Outline(Generic[Far]):
         graphs, rows = 0, self.sizes.rows(self.spec)
         if self.recorded:
             shared = may_share(self)
-            blocks = -(-limits.max_length // self.sizes.block_size)
             graphs = graph_bytes(
-                self.spec, self.dtype, rows, tokens, blocks=blocks, shared=shared, lora=self.lora
-            )
+                self.spec, self.dtype, rows, tokens, blocks=self.blocks_per_row, shared=shared,
+                cold=self.reads_beyond, lora=self.lora,
+            )  # fmt: skip
         of_draft = self.of_draft
         if self.head is not None:  # A CPU's heap holds the memory of a step twice.
             graphs += (1 if self.hardware.cuda else 2) * self.head.tapped * limits.max_step_tokens
@@ -386,65 +389,3 @@ def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:
 
 
 # ---- what a Config leaves open
-
-
-def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware) -> str:
-    """Return the dtype of weights and KV.
-
-    `auto` is the stored one, but float32 on processors that multiply halves in software, many times slower. A
-    pack has one dtype.
-
-    Raises ConfigError if another one was asked for.
-    """
-    if pack is not None and config.dtype not in ("auto", stored):
-        raise ConfigError(
-            f"dtype is {config.dtype}, but {pack} is packed in {stored}; leave dtype out, or pack the model "
-            f"again in {config.dtype}"
-        )
-    if config.dtype != "auto":
-        return config.dtype
-    return stored if pack is not None or hardware.halves else "float32"
-
-
-def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerLimits:
-    """Return the limits that were asked for, or the device's defaults. Raises ConfigError."""
-    check_state(config, spec)
-    usual = STEP["cuda" if hardware.cuda else "cpu"]
-    beyond = (
-        config.max_length is not None
-        and config.max_length > spec.max_length
-        and spec.rope.kind is not RopeKind.DYNAMIC
-    )
-    if beyond and not config.beyond_trained:
-        assert config.max_length is not None
-        raise ConfigError(
-            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was "
-            "trained for; lower it, give "
-            f"the checkpoint a rope scaling by {ceil(100 * config.max_length / spec.max_length) / 100:g}, "
-            "or allow it with beyond_trained"
-        )
-    tokens = config.max_step_tokens or usual.tokens * (2 if _is_roomy(config, hardware) else 1)
-    sequences = config.max_sequences or min(usual.sequences, tokens)
-    if sequences > tokens:
-        raise ConfigError(
-            f"max_sequences {sequences} is more than max_step_tokens {tokens}; each sequence needs a token "
-            f"in every step; raise max_step_tokens to {sequences}, or lower max_sequences"
-        )
-    if config.block_size & (config.block_size - 1) or config.block_size > 256:
-        raise ConfigError(
-            f"block_size is {config.block_size}; give a power of two of at most 256, such as 16"
-        )
-    return SchedulerLimits(config.block_size, tokens, sequences, config.max_length or spec.max_length)
-
-
-def _is_roomy(config: Config, hardware: Hardware) -> bool:
-    """Tell whether the device is large, by numbers that do not change while the machine is used.
-
-    Several devices may differ and must agree, so they are never roomy.
-    """
-    if not hardware.cuda or config.tensor_parallel > 1:
-        return False
-    whole = hardware.whole
-    return (
-        whole if config.device_memory is None else parse_size(config.device_memory, whole=whole)
-    ) >= _ROOMY

@@ -18,8 +18,9 @@ from penstock.engine.budget import on_heap, usual_activations
 from penstock.engine.contexts import LongRoom, long_room, usual_chunk
 from penstock.engine.draft import DraftModel, beyond_trained, check_draft
 from penstock.engine.hardware import read_hardware
+from penstock.engine.limits import dtype_of, limits_of
 from penstock.engine.placing import Model, Say
-from penstock.engine.plan import Outline, dtype_of, limits_of
+from penstock.engine.plan import Outline
 from penstock.engine.rooms import device_room, host_room
 from penstock.memory.device import (
     cap_memory,

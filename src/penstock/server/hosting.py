@@ -19,7 +19,7 @@ from penstock.base.config import Config
 from penstock.base.errors import CheckpointError, ConfigError, EngineClosedError, UnsupportedModelError
 from penstock.base.units import format_rate, format_size
 from penstock.engine.draft import check_draft, no_copy_of_pack, recipe_of_copy
-from penstock.engine.plan import dtype_of
+from penstock.engine.limits import dtype_of
 from penstock.engine.rooms import Hardware
 from penstock.server.broker.broker import RequestBroker
 from penstock.server.fleet.backend import RemoteBackend

@@ -47,13 +47,6 @@ class LoadedModel:
         step.adapters = self.adapters
         return step
 
-    def reads_beyond(self, max_length: int) -> bool:
-        """Tell whether sequences of up to `max_length` tokens may be too long for the pages, and rows then
-        read all of them. While the model is attached."""
-        if self.carrier is None or self.carrier.chosen is not None or self.pool is None:
-            return False
-        return self.pool.blocks * self.pool.layout.block_size < max_length
-
     def detach(self) -> None:
         """Let go of weights and KV, and of what was recorded of them."""
         if self.graphs is not None:

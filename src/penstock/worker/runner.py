@@ -104,21 +104,22 @@ class Runner:
         max_length: int,
         *,
         record_runs: bool,
+        cold: bool = False,
         role: ModelRole = ModelRole.TARGET,
     ) -> DecodeGraphs:
         """Record decode steps of up to `rows` rows, and short runs in steps of up to `tokens` tokens.
 
         They are replayed from now on. Call it after `attach`, for a model and a device that allow it.
 
+        cold: whether rows may have KV beyond the device.
         record_runs: whether runs are recorded. Otherwise they compute the same kernels without a graph.
         """
         model = self.models[role]
         assert isinstance(model.weights, WeightStream), "record before attach"
         with self._here(), torch.inference_mode():
             step = model.decode_step(rows, tokens, max_length)
-            model.graphs = DecodeGraphs(
-                step, model.weights, rows, tokens, cold=model.reads_beyond(max_length)
-            )
+            cold = cold and model.carrier is not None and model.carrier.chosen is None
+            model.graphs = DecodeGraphs(step, model.weights, rows, tokens, cold=cold)
             model.graphs.record(record_runs=record_runs, early=model.early)
         return model.graphs
 

@@ -144,6 +144,7 @@ def graph_bytes(
     *,
     blocks: int,
     shared: bool = False,
+    cold: bool = False,
     lora: LoraRoom | None = None,
 ) -> int:
     """Return an upper bound of the bytes of recorded steps.
@@ -152,6 +153,7 @@ def graph_bytes(
     tokens: most tokens of a step with a run.
     blocks: KV blocks of the longest sequence.
     shared: whether a CPU may share steps where weights stream; runs are recorded only where none do.
+    cold: whether rows may have KV beyond the device.
     lora: room for adapters. Where there is any, every step is recorded with adapters too.
     """
     runs, mixed = run_counts(spec, tokens), mixed_counts(spec, dtype, tokens, blocks)
@@ -160,6 +162,7 @@ def graph_bytes(
     passing += most * blocks * 4
     again = max((len(runs) + len(mixed)) * _GRAPH_BYTES, shared_bytes(rows) if shared else 0)
     beside = _STREAM_BYTES + len(row_counts(rows)) * _GRAPH_BYTES + again
+    beside += len(cold_counts(rows)) * _GRAPH_BYTES if cold else 0
     if lora is not None:
         beside += (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
         passing += max(rows, *runs, 0) * 3 * lora.slots * (lora.rank * DTYPE_BYTES[dtype] + 1)

@@ -10,7 +10,7 @@ from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_size, parse_size
 from penstock.engine.budget import GROWTH, LEAST_TOKENS, on_heap, usual_activations
-from penstock.engine.plan import dtype_of, limits_of
+from penstock.engine.limits import dtype_of, limits_of
 from penstock.engine.rooms import Hardware, device_room, host_room
 from penstock.server.on_demand.costs import MemoryShare
 from penstock.weights.streaming.residency import padded
