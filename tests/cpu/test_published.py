@@ -13,8 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny
-from penstock.base.errors import CheckpointError
-from quantised import SCHEMES, Scheme, checkpoints, gptq, matrices, same_matrices
+from penstock.api.llm import LLM
+from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.methods import read_format
+from penstock.base.errors import CheckpointError, UnsupportedModelError
+from penstock.step.params import SamplingParams
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.pack.writer import write_pack
+from quantised import SCHEMES, Scheme, awq, checkpoints, gptq, matrices, same_matrices
 
 Tensors = dict[str, Tensor]
 
@@ -37,6 +43,12 @@ def published(
     for name, content in (files or {}).items():
         (few / name).write_text(json.dumps(content))
     return few, dense
+
+
+def outputs(path: Path) -> list[object]:
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with LLM(path, device="cpu", dtype="float32", max_length=64, kernels=False) as llm:
+        return [(one.tokens, one.logprobs) for one in llm.generate(tiny.prompts()[1:4], params)]
 
 
 AUTO_GPTQ = {
@@ -71,3 +83,104 @@ def test_a_bias_that_is_not_zero_is_refused(tmp_path: Path) -> None:
     few, _ = published("llama", gptq(4, 32), tmp_path, SCHEMES["gptq"].config, change=change)
     with pytest.raises(CheckpointError, match=r"up_proj\.bias', a bias with numbers other than 0"):
         matrices(few)
+
+
+NO_GATES = {
+    "quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["gate"], "version": "gemm",
+    "zero_point": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gates", ["packed", "dense", "some"])
+def test_whether_gates_are_packed_is_in_the_tensors(gates: str, tmp_path: Path) -> None:
+    """AutoAWQ leaves all that has `gate` in its name, gate_proj too; others leave routers alone."""
+    others = {"packed": {}, "dense": {"gate_proj": None}, "some": {"experts.3.gate_proj": None}}[gates]
+    few, dense = published("qwen3_moe", awq(32), tmp_path, NO_GATES, others)
+    same_matrices(few, dense, ranks=2)
+    with Checkpoint.open(few) as checkpoint:
+        kinds = {
+            expert: checkpoint.spec.format.of(f"model.layers.1.mlp.experts.{expert}.gate_proj.weight")
+            == DENSE
+            for expert in (2, 3)
+        }
+        assert kinds == {2: gates == "dense", 3: gates != "packed"}
+        write_pack(checkpoint, tmp_path / "pack", "float32")
+    assert outputs(tmp_path / "pack") == outputs(few)
+
+
+@pytest.mark.parametrize(("model", "key"), [("qwen3_moe", "num_experts"), ("glm4_moe", "n_routed_experts")])
+def test_routers_that_are_packed_rest_dense(model: str, key: str, tmp_path: Path) -> None:
+    """AutoRound packs them, where nothing says that it shall not."""
+    source = tiny.write(tiny.CASES[model], tmp_path / "source", **{key: 8})
+    tensors = load_file(source / "model.safetensors")
+    routers = tuple(name for name in tensors if name.endswith("mlp.gate.weight"))
+    few, dense = checkpoints(source, tmp_path, gptq(4, 32, symmetric=False), also=routers)
+    assert routers
+    same_matrices(few, dense, ranks=2)
+    assert outputs(few) == outputs(dense)
+
+
+EXTRA = {
+    "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int",
+    "packing_format": "auto_round:auto_gptq",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pattern", "other"),
+    [
+        (".*self_attn\\.o_proj.*", {"bits": 8}),
+        ("layers\\.\\d+\\.self_attn\\.o_", {"bits": 8, "group_size": 16}),
+        (".*(q|o)_proj", {"bits": 16, "data_type": "float"}),
+    ],
+)
+def test_a_pattern_names_modules_of_their_own(pattern: str, other: dict[str, object], tmp_path: Path) -> None:
+    """AutoRound's `extra_config`, as vLLM reads it: a name, or else a pattern that is looked for in names."""
+    bits, group = int(str(other["bits"])), int(str(other.get("group_size", 32)))
+    scheme = None if bits == 16 else gptq(bits, group)
+    others = dict.fromkeys(("o_proj", "q_proj") if "(" in pattern else ("o_proj",), scheme)
+    few, dense = published("qwen3", gptq(4, 32), tmp_path, EXTRA | {"extra_config": {pattern: other}}, others)
+    same_matrices(few, dense)
+
+
+@pytest.mark.parametrize("key", ["extra_config", "modules_to_not_convert"])
+def test_a_pattern_that_cannot_be_looked_for_is_refused(key: str) -> None:
+    config = EXTRA if key == "extra_config" else {"quant_method": "fp8"}
+    pattern = "(?i).*O_PROJ"
+    config = config | {key: {pattern: {"bits": 16}} if key == "extra_config" else [pattern]}
+    with pytest.raises(UnsupportedModelError, match=key):
+        read_format({"quantization_config": config}, "config.json", "float32")
+
+
+@pytest.mark.parametrize(
+    ("backend", "plus_one"),
+    [("auto_round:gptq:exllamav2", True), ("gptq:exllamav2", True), ("auto_round:gptqmodel", False)],
+)
+def test_the_layout_of_old_autoround(backend: str, plus_one: bool, tmp_path: Path) -> None:
+    """Intel's first repositories name a kernel, and themselves with their owner."""
+    config = EXTRA | {"quant_method": "intel/auto-round", "backend": backend, "sym": False}
+    del config["packing_format"]
+    scheme = gptq(4, 32, symmetric=False, version=1 if plus_one else 2)
+    few, dense = published("qwen3", scheme, tmp_path, config)
+    same_matrices(few, dense)
+
+
+def test_a_kernel_of_unknown_layout_is_refused() -> None:
+    config = EXTRA | {"backend": "auto_round:exllamav2", "packing_format": None}
+    with pytest.raises(
+        UnsupportedModelError, match=r"key 'backend' is auto_round:exllamav2; supported: .*gptq"
+    ):
+        read_format({"quantization_config": config}, "config.json", "float32")
+
+
+def test_scales_of_kv_are_not_read(tmp_path: Path) -> None:
+    """As in Mixtral-8x7B-Instruct-v0.1-FP8: one for keys and values."""
+    config = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    config |= {"ignored_layers": ["re:.*lm_head", "re:.*gate"]}
+
+    def change(tensors: Tensors) -> Tensors:
+        names = ("model.layers.0.self_attn.kv_scale", "model.layers.0.self_attn.q_proj.input_scale")
+        return tensors | {name: torch.ones(1) for name in names}
+
+    few, dense = published("mixtral", SCHEMES["fp8_tensor"], tmp_path, config, change=change)
+    same_matrices(few, dense)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.arch.formats import found
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, WORDS, TensorSlice, WeightFormat, beside
@@ -70,4 +71,4 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
         packing=AWQPacking(),
     )  # fmt: skip
     excepted = ModuleNames(parts=words.list("modules_to_not_convert"))
-    return ByName("awq", rules=((excepted, DENSE), *linears(integers)))
+    return ByName("awq", rules=(*found.rules(words, integers), (excepted, DENSE), *linears(integers)))

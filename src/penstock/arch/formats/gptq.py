@@ -3,10 +3,12 @@
 Source of the layout: GPTQModel's documentation of `checkpoint_format` "gptq" and "gptq_v2".
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.arch.formats import found
 from penstock.arch.formats.awq import AWQPacking
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
@@ -75,7 +77,7 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
             f"checkpoint_format {version!r}", "gptq, gptq_v2; other layouts are for one GPU only"
         )
     default = _integers(words, words, GPTQPacking(plus_one=version != "gptq_v2"))
-    rules = []
+    rules = [*found.rules(words, default)]
     for pattern, override in words.objects("dynamic").items():
         key = f"{where}: quantization_config.dynamic"
         regex = ModuleNames(regexes=(checked_regex(pattern.removeprefix("-:").removeprefix("+:"), key),))
@@ -103,20 +105,32 @@ def read_auto_round(config: Mapping[str, object], where: str, dtype: str) -> Wei
     """Return the formats of a checkpoint of AutoRound, which are those of GPTQ or AWQ. Raises
     UnsupportedModelError, naming the key."""
     words = Words(config, f"{where}: quantization_config")
-    layout = (
-        words.text("packing_format", "auto_round:auto_gptq").removeprefix("auto_round:").removeprefix("auto_")
-    )
-    if layout not in _LAYOUTS:
-        words.refuse("packing_format", "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq")
+    packing = _layout(words)
     words.one_of("data_type", "int", ("int",))
-    packing = _LAYOUTS[layout]
-    rules = []
+    default = _integers(words, words, packing)
+    exact, patterns, key = [], [], f"{where}: quantization_config.extra_config"
     for name, override in words.objects("extra_config").items():
         format = DENSE if override.number("bits", 4) >= 16 else _integers(override, words, packing)
-        rules.append((ModuleNames(whole=frozenset({name})), format))
-    return ByName("auto-round", rules=(*rules, *linears(_integers(words, words, packing))))
+        exact.append((ModuleNames(whole=frozenset({name})), format))
+        if _PATTERN.search(name):  # It is looked for anywhere in a name.
+            regex = f"(?s:.*?)(?:{checked_regex(name, key, inside=True)})"
+            patterns.append((ModuleNames(regexes=(regex,)), format))
+    rules = (*found.rules(words, default), *exact, *patterns, *linears(default))
+    return ByName("auto-round", rules=rules)
 
 
+def _layout(words: Words) -> Packing:
+    """Return where AutoRound has the numbers. Its older versions name the kernel that reads them."""
+    key = "packing_format" if words.get("packing_format") is not None else "backend"
+    parts = words.text(key, "auto_gptq").replace("auto_round:", "").replace("autoround:", "").split(":")
+    layout = _LAYOUTS.get(parts[0].removeprefix("auto_"))
+    if layout is None:
+        words.refuse(key, "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq")
+    return layout
+
+
+_PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
+"""Characters that make a name of a module a pattern."""
 _LAYOUTS: dict[str, Packing] = {
     "gptq": GPTQPacking(),
     "gptqmodel": GPTQPacking(plus_one=False),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from penstock.arch.formats import awq, compressed, fp8, gguf, gptq, modelopt, mxfp4, recipe
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, FileTensor, WeightFormat
+from penstock.arch.formats.found import PACKED, UNPACKED, exceptions
 from penstock.arch.formats.integers import SCALES
 from penstock.base.errors import UnsupportedModelError
 
@@ -14,6 +15,7 @@ FORMATS: dict[str, Callable[[Mapping[str, object], str, str], WeightFormat]] = {
     "gptq": gptq.read,
     "awq": awq.read,
     "auto-round": gptq.read_auto_round,
+    "intel/auto-round": gptq.read_auto_round,
     "modelopt": modelopt.read,
     "gguf": gguf.read,
     "mxfp4": mxfp4.read,
@@ -48,7 +50,7 @@ def with_stored(
     config: Mapping[str, object], where: str, tensors: Mapping[str, FileTensor], dtype: str
 ) -> Mapping[str, object]:
     """Return a config.json whose `quantization_config` has what only a checkpoint's tensors say of its
-    format: the blocks of FP8, and the dtype in which scales of integers rest.
+    format: the blocks of FP8, the dtype in which scales of integers rest, and what is packed.
 
     where: opens the messages of errors.
     dtype: of weights that are not quantised.
@@ -61,7 +63,9 @@ def with_stored(
         return config
     if method == fp8.METHOD:
         return {**config, "quantization_config": fp8.with_blocks(asked, where, tensors)}
-    plain = {key: value for key, value in asked.items() if key != SCALES}
+    plain = {key: value for key, value in asked.items() if key not in (SCALES, PACKED, UNPACKED)}
+    if method != compressed.METHOD:
+        plain |= exceptions(FORMATS[method](plain, where, dtype), tensors)
     end, usual = _SCALES[method]
     found = {one.dtype for name, one in tensors.items() if name.endswith(end) and one.dtype in NUMBERS}
     # What holds the numbers of all of them.
@@ -74,6 +78,7 @@ _SCALES = {
     gptq.METHOD: (".scales", "float16"),
     "awq": (".scales", "float16"),
     "auto-round": (".scales", "float16"),
+    "intel/auto-round": (".scales", "float16"),
     compressed.METHOD: (".weight_scale", ""),
 }
 """Ends of the names of scales of integers, and the dtype in which they rest where `SCALES` says nothing;

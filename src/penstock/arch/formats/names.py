@@ -2,6 +2,7 @@
 
 import fnmatch
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,7 @@ MAX_PATTERN = 300
 _QUANTIFIERS, _MOST = re.compile(r"(?<!\\)[*+{?]"), 5
 """A pattern of a stranger may not take forever: few quantifiers, and none of a group."""
 _NESTED = re.compile(r"(?<!\\)\)[*+{?]")
+_EXPERT = re.compile(r"\.experts\.\d{1,9}\.")
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 ROUTERS = (".mlp.gate", ".block_sparse_moe.gate", ".mlp.router", ".mlp.shared_expert_gate")
 """Ends of the names of routers of mixtures, and of gates of shared experts, which quantisers leave alone
@@ -48,6 +50,32 @@ class ModuleNames:
 
 
 @dataclass(frozen=True)
+class Listed(ModuleNames):
+    """Modules are listed by whole names; `experts.*` stands for every expert of a layer."""
+
+    def has(self, module: str) -> bool:
+        """Tell whether a module is meant."""
+        return module in self.whole or of_all_experts(module) in self.whole
+
+
+def of_all_experts(module: str) -> str:
+    """Return the name that stands for a module of every expert of a layer; another module's own name."""
+    return _EXPERT.sub(".experts.*.", module)
+
+
+def together(kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return kinds by the names of modules, for experts that are all of one kind by a name for all."""
+    found = dict[str, dict[str, str]]()
+    for module, kind in kinds.items():
+        found.setdefault(of_all_experts(module), {})[module] = kind
+    listed = dict[str, str]()
+    for name, each in found.items():
+        some = set(each.values())
+        listed |= {name: some.pop()} if len(some) == 1 else each
+    return listed
+
+
+@dataclass(frozen=True)
 class ByName(WeightFormat):
     """A checkpoint whose weights rest in several formats: the first rule that has a weight's module."""
 
@@ -76,11 +104,11 @@ def _compiled(regex: str) -> re.Pattern[str]:
     return re.compile(regex)
 
 
-def checked_regex(regex: str, key: str) -> str:
+def checked_regex(regex: str, key: str, *, inside: bool = False) -> str:
     """Return a regular expression for the beginning of a module's name. Raises UnsupportedModelError, naming
-    `key`, for one that is none or may take forever."""
+    `key`, for one that is none or may take forever. inside: whether it is to be a part of another."""
     try:
-        re.compile(regex)
+        re.compile(f"(?:{regex})" if inside else regex)
         fits = (
             len(regex) <= MAX_PATTERN
             and len(_QUANTIFIERS.findall(regex)) <= _MOST
