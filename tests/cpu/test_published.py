@@ -20,13 +20,13 @@ from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.pack.writer import write_pack
-from quantised import SCHEMES, Scheme, awq, checkpoints, gptq, matrices, same_matrices
+from quantised import SCHEMES, Scheme, awq, checkpoints, fp8, gptq, matrices, same_matrices
 
 Tensors = dict[str, Tensor]
 
 
 def published(
-    model: str, scheme: Scheme, folder: Path, config: Mapping[str, object] | None = None,
+    model: str | Path, scheme: Scheme, folder: Path, config: Mapping[str, object] | None = None,
     others: Mapping[str, Scheme | None] | None = None, change: Callable[[Tensors], Tensors] = dict,
     files: Mapping[str, object] | None = None,
 ) -> tuple[Path, Path]:  # fmt: skip
@@ -35,7 +35,8 @@ def published(
     config: its `quantization_config`; None for none. change: makes other tensors of those of the file. files:
     JSON beside them.
     """
-    few, dense = checkpoints(tiny.checkpoint(model), folder, scheme, others)
+    source = tiny.checkpoint(model) if isinstance(model, str) else model
+    few, dense = checkpoints(source, folder, scheme, others)
     written = json.loads((few / "config.json").read_text()) | {"quantization_config": config}
     (few / "config.json").write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
     weights = few / "model.safetensors"
@@ -145,7 +146,7 @@ def test_a_pattern_names_modules_of_their_own(pattern: str, other: dict[str, obj
 
 @pytest.mark.parametrize("key", ["extra_config", "modules_to_not_convert"])
 def test_a_pattern_that_cannot_be_looked_for_is_refused(key: str) -> None:
-    config = EXTRA if key == "extra_config" else {"quant_method": "fp8"}
+    config: dict[str, object] = {**EXTRA} if key == "extra_config" else {"quant_method": "fp8"}
     pattern = "(?i).*O_PROJ"
     config = config | {key: {pattern: {"bits": 16}} if key == "extra_config" else [pattern]}
     with pytest.raises(UnsupportedModelError, match=key):
@@ -175,7 +176,8 @@ def test_a_kernel_of_unknown_layout_is_refused() -> None:
 
 def test_scales_of_kv_are_not_read(tmp_path: Path) -> None:
     """As in Mixtral-8x7B-Instruct-v0.1-FP8: one for keys and values."""
-    config = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+    config: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "static"}
+    config |= {"kv_cache_scheme": "static"}
     config |= {"ignored_layers": ["re:.*lm_head", "re:.*gate"]}
 
     def change(tensors: Tensors) -> Tensors:
@@ -184,3 +186,112 @@ def test_scales_of_kv_are_not_read(tmp_path: Path) -> None:
 
     few, dense = published("mixtral", SCHEMES["fp8_tensor"], tmp_path, config, change=change)
     same_matrices(few, dense)
+
+
+def test_old_settings_of_autoawq_beside_a_config(tmp_path: Path) -> None:
+    """As in TheBloke's first ones."""
+    files = {"quant_config.json": {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}}
+    few, dense = published("llama", awq(32), tmp_path, files=files)
+    same_matrices(few, dense)
+
+
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+_NVIDIA: dict[str, tuple[dict[str, object], Scheme]] = {
+    "W4A16_NVFP4": ({"group_size": 16}, SCHEMES["modelopt_nvfp4"]),
+    "FP8_PER_CHANNEL_PER_TOKEN": ({}, fp8((1, 0), name="weight_scale", flat=True)),
+    "FP8_PB_WO": ({}, fp8((128, 128), name="weight_scale")),
+    "fp8_pb_wo": ({}, fp8((128, 128))),
+}
+
+
+@pytest.mark.parametrize("algorithm", _NVIDIA)
+def test_algorithms_of_modelopt(algorithm: str, tmp_path: Path) -> None:
+    """Scales of blocks have four extents, or are named and shaped as DeepSeek's."""
+    more, scheme = _NVIDIA[algorithm]
+
+    def change(tensors: Tensors) -> Tensors:
+        square = algorithm == "FP8_PB_WO"
+        return {
+            name: one[:, None, :, None] if square and name.endswith("weight_scale") else one
+            for name, one in tensors.items()
+        }
+
+    source = tiny.write(tiny.CASES["llama"], tmp_path / "source", hidden_size=256, intermediate_size=320)
+    few, dense = published(
+        source, scheme, tmp_path, MODELOPT | more | {"quant_algo": algorithm}, change=change
+    )
+    same_matrices(few, dense, ranks=2)
+
+
+@pytest.mark.parametrize("experts", ["one by one", "together"])
+def test_modelopt_of_several_algorithms(experts: str, tmp_path: Path) -> None:
+    """A layer's experts may be named together; what is not named is dense."""
+    wide = {"quant_algo": "FP8"}
+    narrow = {"quant_algo": "NVFP4", "group_size": 16}
+    layers: dict[str, object] = {}
+    for layer in range(3):
+        at = f"model.layers.{layer}"
+        layers |= {f"{at}.self_attn.{one}_proj": wide for one in "qkv"}
+        if experts == "together":
+            layers[f"{at}.mlp.experts"] = narrow
+            continue
+        names = [f"{at}.mlp.experts.{number}" for number in range(6)]
+        layers |= {f"{one}.{part}_proj": narrow for one in names for part in ("gate", "up", "down")}
+    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    others = {"o_proj": None, "self_attn": SCHEMES["modelopt_fp8"]}
+    few, dense = published("qwen3_moe", SCHEMES["modelopt_nvfp4"], tmp_path, config, others)
+    same_matrices(few, dense, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_algo": "W4A16_AWQ"}, "key 'quant_algo' is W4A16_AWQ; supported: NVFP4, .*MIXED_PRECISION"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}},
+            "quantized_layers.a: key 'quant_algo' is W4A8_AWQ",
+        ),
+    ],
+)
+def test_other_algorithms_of_modelopt_are_refused(config: dict[str, object], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_format({"quantization_config": MODELOPT | config}, "config.json", "float32")
+
+
+def test_weights_with_holes_are_refused() -> None:
+    """2:4 sparsity, whose zeros are left out of the file: before anything is fetched or planned."""
+    config = dict(SCHEMES["packed"].config)
+    sparse = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}
+    for found in ({}, {"format": "dense"}):
+        read_format({"quantization_config": config | {"sparsity_config": found}}, "config.json", "float32")
+    with pytest.raises(UnsupportedModelError, match=r"sparsity_config: key 'format' is sparse-24-bitmask"):
+        read_format({"quantization_config": config | {"sparsity_config": sparse}}, "config.json", "float32")
+
+
+@pytest.mark.parametrize("also", [{}, {"quantization_config": {"group_size": 64, "bits": 4}}])
+def test_weights_of_mlx_are_refused(also: dict[str, object]) -> None:
+    """Which say so in a key of their own."""
+    config = {"quantization": {"group_size": 64, "bits": 4}}
+    with pytest.raises(UnsupportedModelError, match=r"key 'quantization' is MLX's.*GGUF"):
+        read_format(config | also, "config.json", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("adapter_config.json", "adapter_model.safetensors"), "no config.json; it holds a LoRA adapter"),
+        (("params.json", "consolidated.safetensors"), r"no config.json; .*\(params.json\).* of Hugging Face"),
+        (
+            ("config.json", "consolidated.safetensors"),
+            "consolidated.safetensors', whose tensors have the names",
+        ),
+        (("config.json", "gptq_model-4bit-128g.safetensors"), "rename 'gptq.*' to model.safetensors"),
+        (("config.json", "model-00001-of-00002.safetensors"), "the download may not be complete"),
+    ],
+)
+def test_directories_in_other_layouts(names: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    config = (tiny.checkpoint("llama") / "config.json").read_text()
+    for name in names:
+        (tmp_path / name).write_text(config)
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoint.open(tmp_path)

@@ -12,7 +12,7 @@ from penstock.hub.names import GGUF, ModelName, part_of, quant_of, stem_of
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHAPE = (CONFIG, "quantize_config.json", "hf_quant_config.json")
+SHAPE = (CONFIG, "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files that say what model a checkpoint is."""
 SIDE = (
     *SHAPE,

@@ -63,10 +63,13 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
         raise words.unsupported(
             f"version {version!r}", "gemm, as AutoAWQ writes it; gemv and llm-awq are other layouts"
         )
-    if words.number("bits", 4) != 4:
-        words.refuse("bits", "4")
+    # Old files of AutoAWQ have the second names.
+    for key in ("bits", "w_bit"):
+        if words.number(key, 4) != 4:
+            words.refuse(key, "4")
+    group = words.number("group_size", words.number("q_group_size", 128))
     integers = Integers(
-        "awq", 4, checkpoint_group=max(words.number("group_size", 128), 0),
+        "awq", 4, checkpoint_group=max(group, 0),
         scale=words.one_of(SCALES, "float16", NUMBERS), zeros=words.flag("zero_point", True),
         packing=AWQPacking(),
     )  # fmt: skip

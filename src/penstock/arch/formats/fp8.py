@@ -84,9 +84,9 @@ def with_blocks(
                 )
             found[module] = "" if block == its.block else f"{block[0]}x{block[1]}"
     listed = dict[str, list[str]]()
-    for module, block in together(found).items():
-        if block:
-            listed.setdefault(block, []).append(module)
+    for module, extents in together(found).items():
+        if extents:
+            listed.setdefault(extents, []).append(module)
     return plain | {_BLOCKS: listed} if listed else plain
 
 

@@ -33,6 +33,7 @@ def read_format(config: Mapping[str, object], where: str, dtype: str) -> WeightF
     Raises UnsupportedModelError, which names the key, for a method that is not in `FORMATS`.
     """
     asked = config.get("quantization_config")
+    _refuse_mlx(config, where)
     if asked is None:
         return DENSE
     method = asked.get("quant_method") if isinstance(asked, dict) else None
@@ -44,6 +45,16 @@ def read_format(config: Mapping[str, object], where: str, dtype: str) -> WeightF
             f"{known}: most models are published in one of these, too"
         )
     return FORMATS[method](asked, where, dtype)
+
+
+def _refuse_mlx(config: Mapping[str, object], where: str) -> None:
+    """Raise UnsupportedModelError for weights that MLX has packed, which are no other method's."""
+    own = config.get("quantization")
+    if isinstance(own, dict) and {"bits", "group_size"} <= own.keys():
+        raise UnsupportedModelError(
+            f"{where}: key 'quantization' is MLX's, whose packed weights are not read; use the model as it "
+            "was published, or a GGUF file of it"
+        )
 
 
 def with_stored(
