@@ -246,7 +246,10 @@ def test_modelopt_of_several_algorithms(experts: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"quant_algo": "W4A16_AWQ"}, "key 'quant_algo' is W4A16_AWQ; supported: NVFP4, .*MIXED_PRECISION"),
+        (
+            {"quant_algo": "W4A16_AWQ"},
+            "is W4A16_AWQ; supported: NVFP4, .*MIXED_PRECISION; use a checkpoint of the model",
+        ),
         (
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}},
             "quantized_layers.a: key 'quant_algo' is W4A8_AWQ",

@@ -306,6 +306,10 @@ def test_a_header_may_claim_any_number_of_experts(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"general.architecture": "mamba"}, "general.architecture is 'mamba'; supported: llama, qwen2"),
+    (
+        {"general.architecture": "gpt-oss"},
+        "qwen3moe; other families are read from directories of safetensors",
+    ),
     ({"general.architecture": As(4, 3)}, "general.architecture is 3"),
     ({"llama.block_count": As(9, gguf_bytes.content([1, 2]))}, "llama.block_count is"),
     ({"llama.block_count": "one"}, "llama.block_count is 'one'"),

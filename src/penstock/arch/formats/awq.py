@@ -61,7 +61,7 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     version = words.text("version", words.text("format", "gemm")).lower()
     if version != "gemm" or words.text("backend", "autoawq") == "llm-awq":
         raise words.unsupported(
-            f"version {version!r}", "gemm, as AutoAWQ writes it; gemv and llm-awq are other layouts"
+            f"version {version!r}", "gemm, as AutoAWQ writes it, where gemv and llm-awq are other layouts"
         )
     # Old files of AutoAWQ have the second names.
     for key in ("bits", "w_bit"):

@@ -116,7 +116,7 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     _refuse_rotations(words)
     sparse = words.object("sparsity_config")
     if sparse is not None and sparse.text("format", "dense") != "dense":
-        sparse.refuse("format", "dense; use a checkpoint of the same model that is quantised alone")
+        sparse.refuse("format", "dense")
     kind, dtype = words.text("format", ""), words.one_of(SCALES, dtype, NUMBERS)
     rules = []
     for group in words.objects("config_groups").values():
@@ -181,8 +181,7 @@ def _scheme(group: Words, kind: str, dtype: str) -> WeightFormat:
                 f"format {kind!r} with {bits} bits, type {type!r}, strategy {strategy!r}",
                 "pack-quantized (int, 4 or 8 bits, group or channel), int-quantized (8 bits), "
                 "float-quantized (8 bits; tensor, channel, block), mxfp8-quantized, "
-                "nvfp4-pack-quantized, mxfp4-pack-quantized; use a checkpoint of the same model in one "
-                "of these",
+                "nvfp4-pack-quantized, mxfp4-pack-quantized",
             )
     grouped = strategy == "group"
     if grouped and size < 1:

@@ -74,7 +74,7 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     version = words.text("checkpoint_format", words.text("format", "gptq"))
     if version not in ("gptq", "gptq_v2", "gemm"):
         raise words.unsupported(
-            f"checkpoint_format {version!r}", "gptq, gptq_v2; other layouts are for one GPU only"
+            f"checkpoint_format {version!r}", "gptq, gptq_v2, where other layouts are for one GPU only"
         )
     default = _integers(words, words, GPTQPacking(plus_one=version != "gptq_v2"))
     rules = [*found.rules(words, default)]

@@ -105,7 +105,7 @@ class Recipe:
         key."""
         words = Words(config, f"{where}: quantization_config")
         if words.number("version") != VERSION:
-            words.refuse("version", f"{VERSION}; quantise the model again")
+            words.refuse("version", f"{VERSION}, as `penstock pack --to` writes it now")
         format = words.one_of("format", "", FEW_BITS)
         group = words.number("group_size", 0)
         grouped = isinstance(_FORMATS[format], Integers)

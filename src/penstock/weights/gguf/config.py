@@ -123,7 +123,8 @@ def read_gguf_config(files: GGUFFiles) -> dict[str, object]:
     """
     metadata = Metadata(files)
     if metadata.architecture not in ARCHITECTURES:
-        raise metadata.refuse("general.architecture", ", ".join(ARCHITECTURES))
+        others = "other families are read from directories of safetensors, if at all"
+        raise metadata.refuse("general.architecture", f"{', '.join(ARCHITECTURES)}; {others}")
     embedding = files.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.info.shape) != 2:
         raise CheckpointError(f"{files.path} lacks tensor {EMBEDDING}, a matrix; fetch the file again")
