@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -298,3 +299,20 @@ def test_directories_in_other_layouts(names: tuple[str, ...], said: str, tmp_pat
         (tmp_path / name).write_text(config)
     with pytest.raises(CheckpointError, match=said):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("patterns", [
+    ["re:.*q_proj", "re:.*(k|v)_proj", "re:(?i).*O_PROJ"],
+    ["re:(.*)(up)_proj", r"re:.*(.)\1_proj", "re:(?P<part>.*)down_proj"],
+    ["re:a|.*gate_proj", "re:.*q_proj$", "re:(?P<part>.*)k_proj"],
+])  # fmt: skip
+def test_patterns_mean_together_what_each_means(patterns: list[str]) -> None:
+    """Some are compiled as one; those with groups and flags of their own are not."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": patterns}
+    config |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    format = read_format({"quantization_config": config}, "config.json", "float32")
+    for module in ("q", "k", "v", "o", "gate", "up", "down", "xx"):
+        name = f"model.layers.0.{module}_proj"
+        wanted = any(re.match(one.removeprefix("re:"), name) for one in patterns)
+        assert (format.of(f"{name}.weight") == DENSE) == wanted, module

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.arch.formats.dense import DENSE, Dense
 from penstock.arch.formats.format import FileTensor, StoredTensor, TensorSlice, WeightFormat
-from penstock.arch.formats.names import ROUTERS, Listed, ModuleNames, together
+from penstock.arch.formats.names import ROUTERS, Listed, Rule, together
 from penstock.arch.formats.words import Words
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
@@ -39,7 +39,7 @@ def exceptions(format: WeightFormat, tensors: Mapping[str, FileTensor]) -> dict[
     return {key: names for key, names in found.items() if names}
 
 
-def rules(words: Words, format: WeightFormat) -> tuple[tuple[ModuleNames, WeightFormat], ...]:
+def rules(words: Words, format: WeightFormat) -> tuple[Rule, ...]:
     """Return the rules for the modules that a `quantization_config` names so. format: of what is packed.
 
     Packed routers rest dense.

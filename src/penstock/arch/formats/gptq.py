@@ -14,7 +14,7 @@ from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, WORDS, TensorSlice, WeightFormat, beside
 from penstock.arch.formats.integers import SCALES, Integers, Packing
-from penstock.arch.formats.names import ByName, ModuleNames, checked_regex, linears
+from penstock.arch.formats.names import ByName, ModuleNames, Rule, checked_regex, linears
 from penstock.arch.formats.words import Words
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
@@ -77,14 +77,16 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
             f"checkpoint_format {version!r}", "gptq, gptq_v2, where other layouts are for one GPU only"
         )
     default = _integers(words, words, GPTQPacking(plus_one=version != "gptq_v2"))
-    rules = [*found.rules(words, default)]
+    rules = list[Rule]()
     for pattern, override in words.objects("dynamic").items():
         key = f"{where}: quantization_config.dynamic"
-        regex = ModuleNames(regexes=(checked_regex(pattern.removeprefix("-:").removeprefix("+:"), key),))
-        rules.append(
-            (regex, DENSE if pattern.startswith("-:") else _integers(override, words, default.packing))
-        )
-    return ByName(METHOD, rules=(*rules, *linears(default, head=words.flag("lm_head", False))))
+        regexes: tuple[str, ...] = (checked_regex(pattern.removeprefix("-:").removeprefix("+:"), key),)
+        format = DENSE if pattern.startswith("-:") else _integers(override, words, default.packing)
+        if rules and rules[-1][1] == format:  # One rule has all that follow each other.
+            regexes = (*rules.pop()[0].regexes, *regexes)
+        rules.append((ModuleNames(regexes=regexes), format))
+    head = linears(default, head=words.flag("lm_head", False))
+    return ByName(METHOD, rules=(*found.rules(words, default), *rules, *head))
 
 
 def _integers(words: Words, default: Words, packing: Packing) -> Integers:
@@ -108,14 +110,16 @@ def read_auto_round(config: Mapping[str, object], where: str, dtype: str) -> Wei
     packing = _layout(words)
     words.one_of("data_type", "int", ("int",))
     default = _integers(words, words, packing)
-    exact, patterns, key = [], [], f"{where}: quantization_config.extra_config"
+    exact, patterns = dict[WeightFormat, list[str]](), list[Rule]()
+    key = f"{where}: quantization_config.extra_config"
     for name, override in words.objects("extra_config").items():
         format = DENSE if override.number("bits", 4) >= 16 else _integers(override, words, packing)
-        exact.append((ModuleNames(whole=frozenset({name})), format))
+        exact.setdefault(format, []).append(name)
         if _PATTERN.search(name):  # It is looked for anywhere in a name.
-            regex = f"(?s:.*?)(?:{checked_regex(name, key, inside=True)})"
+            regex = f".*?(?:{checked_regex(name, key, inside=True)})"
             patterns.append((ModuleNames(regexes=(regex,)), format))
-    rules = (*found.rules(words, default), *exact, *patterns, *linears(default))
+    named = [(ModuleNames(whole=frozenset(names)), format) for format, names in exact.items()]
+    rules = (*found.rules(words, default), *named, *patterns, *linears(default))
     return ByName("auto-round", rules=rules)
 
 
