@@ -17,6 +17,7 @@ import tiny
 from penstock.api.llm import LLM
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.methods import read_format
+from penstock.arch.formats.recipe import name_of
 from penstock.base.errors import CheckpointError, UnsupportedModelError
 from penstock.step.params import SamplingParams
 from penstock.weights.checkpoint.reader import Checkpoint
@@ -106,6 +107,7 @@ def test_whether_gates_are_packed_is_in_the_tensors(gates: str, tmp_path: Path) 
             for expert in (2, 3)
         }
         assert kinds == {2: gates == "dense", 3: gates != "packed"}
+        assert name_of(checkpoint.spec.format) == "awq"
         write_pack(checkpoint, tmp_path / "pack", "float32")
     assert outputs(tmp_path / "pack") == outputs(few)
 
@@ -119,6 +121,8 @@ def test_routers_that_are_packed_rest_dense(model: str, key: str, tmp_path: Path
     few, dense = checkpoints(source, tmp_path, gptq(4, 32, symmetric=False), also=routers)
     assert routers
     same_matrices(few, dense, ranks=2)
+    with Checkpoint.open(few) as checkpoint:
+        assert name_of(checkpoint.spec.format) == "gptq"
     assert outputs(few) == outputs(dense)
 
 

@@ -44,13 +44,11 @@ def rules(words: Words, format: WeightFormat) -> tuple[Rule, ...]:
 
     Packed routers rest dense.
     """
-    packed, unpacked = words.list(PACKED), words.list(UNPACKED)
+    packed, unpacked = frozenset(words.list(PACKED)), frozenset(words.list(UNPACKED))
     routers = frozenset(name for name in packed if name.endswith(ROUTERS))
-    return (
-        (Listed(frozenset(unpacked)), DENSE),
-        (Listed(routers), Dequantised(inner=format)),
-        (Listed(frozenset(packed) - routers), format),
-    )
+    made: dict[frozenset[str], WeightFormat] = {unpacked: DENSE, routers: Dequantised(inner=format)}
+    made |= {packed - routers: format}
+    return tuple((Listed(names), its) for names, its in made.items() if names)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.dense import DENSE, Dense
 from penstock.arch.formats.floats import Float4, Float8
 from penstock.arch.formats.format import NUMBERS, TensorSlice, WeightFormat
 from penstock.arch.formats.integers import Integers, Packing
@@ -185,6 +185,6 @@ def name_of(format: WeightFormat) -> str:
     if format == DENSE:
         return ""
     if isinstance(format, ByName):
-        few = [one.name for _, one in format.rules if one != DENSE]
+        few = [one.name for _, one in format.rules if not isinstance(one, Dense)]
         return "+".join(dict.fromkeys(few))
     return format.name
