@@ -320,3 +320,24 @@ def test_patterns_mean_together_what_each_means(patterns: list[str]) -> None:
         name = f"model.layers.0.{module}_proj"
         wanted = any(re.match(one.removeprefix("re:"), name) for one in patterns)
         assert (format.of(f"{name}.weight") == DENSE) == wanted, module
+
+
+FEW_FLOATS: dict[str, tuple[dict[str, object], str]] = {
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, "modules_to_not_convert"),
+    "modelopt_fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ignore"),
+    "modelopt_nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "exclude_modules"),
+}
+
+
+@pytest.mark.parametrize("scheme", FEW_FLOATS)
+@pytest.mark.parametrize("listed", [[], ["lm_head", "model.layers.1"]])
+def test_what_is_fp8_is_in_the_tensors(scheme: str, listed: list[str], tmp_path: Path) -> None:
+    """A list that leaves modules out, or has some that are of few bits all the same."""
+    config, key = FEW_FLOATS[scheme]
+    named = listed if scheme == "fp8" else [f"{one}*" for one in listed]
+    dense_too = {"o_proj": None, "layers.0.mlp.down_proj": None}
+    config = config | {key: named}
+    if key == "exclude_modules":  # As hf_quant_config.json has it.
+        config = {"quant_method": "modelopt", "quantization": config}
+    few, dense = published("llama", SCHEMES[scheme], tmp_path, config, dense_too)
+    same_matrices(few, dense, ranks=2)

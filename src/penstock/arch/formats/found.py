@@ -1,7 +1,8 @@
 """Tells which modules are packed by the tensors of a checkpoint, where its quantiser's list says otherwise.
 
 Quantisers read their lists of exceptions in several ways: AutoAWQ takes `gate` for a part of `gate_proj`,
-too, and others that write its format do not. The tensors tell: `qweight` is packed, `weight` is not.
+too, and others that write its format do not. The tensors tell: `qweight` is packed, and so is a `weight` of
+codes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +22,22 @@ PACKED, UNPACKED = "packed_modules", "unpacked_modules"
 _CODES, _WEIGHT = ".qweight", ".weight"
 
 
-def exceptions(format: WeightFormat, tensors: Mapping[str, FileTensor]) -> dict[str, list[str]]:
-    """Return the modules, by the keys above, that are otherwise than a format has them."""
+def exceptions(
+    format: WeightFormat, tensors: Mapping[str, FileTensor], codes: tuple[str, ...] = ()
+) -> dict[str, list[str]]:
+    """Return the modules, by the keys above, that are otherwise than a format has them.
+
+    codes: dtypes of a `weight` that is packed.
+    """
     kinds = dict[str, str]()
     for name, tensor in tensors.items():
         if name.endswith(_CODES):
             module, kind = name.removesuffix(_CODES), PACKED
         elif name.endswith(_WEIGHT) and len(tensor.shape) == 2:
-            module, kind = name.removesuffix(_WEIGHT), UNPACKED
+            module, kind = name.removesuffix(_WEIGHT), PACKED if tensor.dtype in codes else UNPACKED
         else:
             continue
-        if kind == PACKED or module + _CODES not in tensors:
+        if name.endswith(_CODES) or module + _CODES not in tensors:
             said = UNPACKED if format.of(module + _WEIGHT) == DENSE else PACKED
             kinds[module] = "" if kind == said else kind
     listed = together(kinds)

@@ -70,13 +70,16 @@ def with_stored(
     """
     asked = config.get("quantization_config")
     method = asked.get("quant_method") if isinstance(asked, dict) else None
-    if not isinstance(asked, dict) or method not in (fp8.METHOD, *_SCALES):
+    if not isinstance(asked, dict) or method not in (fp8.METHOD, modelopt.METHOD, *_SCALES):
         return config
-    if method == fp8.METHOD:
-        return {**config, "quantization_config": fp8.with_blocks(asked, where, tensors)}
-    plain = {key: value for key, value in asked.items() if key not in (SCALES, PACKED, UNPACKED)}
+    plain = {key: value for key, value in asked.items() if key not in (SCALES, fp8.BLOCKS, PACKED, UNPACKED)}
     if method != compressed.METHOD:
-        plain |= exceptions(FORMATS[method](plain, where, dtype), tensors)
+        codes = ("float8_e4m3fn", "uint8") if method not in _SCALES else ()
+        plain |= exceptions(FORMATS[method](plain, where, dtype), tensors, codes)
+    if method == fp8.METHOD:
+        plain = {**fp8.with_blocks(plain, where, tensors)}
+    if method not in _SCALES:
+        return {**config, "quantization_config": plain}
     end, usual = _SCALES[method]
     found = {one.dtype for name, one in tensors.items() if name.endswith(end) and one.dtype in NUMBERS}
     # What holds the numbers of all of them.
