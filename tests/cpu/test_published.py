@@ -313,8 +313,8 @@ def test_directories_in_other_layouts(names: tuple[str, ...], said: str, tmp_pat
 def test_patterns_mean_together_what_each_means(patterns: list[str]) -> None:
     """Some are compiled as one; those with groups and flags of their own are not."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": patterns}
-    config |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    config: dict[str, object] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config |= {"ignore": patterns, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
     format = read_format({"quantization_config": config}, "config.json", "float32")
     for module in ("q", "k", "v", "o", "gate", "up", "down", "xx"):
         name = f"model.layers.0.{module}_proj"
