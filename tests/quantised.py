@@ -17,7 +17,11 @@ from torch import Tensor
 
 from penstock.arch.formats.format import matrix
 from penstock.arch.formats.methods import read_format
+from penstock.arch.layout import group_layouts
+from penstock.arch.shards import Shard
 from penstock.ops.matrix import Matrix
+from penstock.weights.checkpoint.reader import Checkpoint
+from penstock.weights.streaming.stream import group_views
 
 Made = tuple[dict[str, Tensor], Tensor]
 """Tensors by what comes after `q_proj.`, and the matrix in float32."""
@@ -439,3 +443,26 @@ def matrix_of(
             getattr(torch, stored.dtype),
         )
     return Matrix(format, (plain.shape[0], plain.shape[1]), parts), plain
+
+
+def matrices(path: Path, shard: Shard | None = None) -> dict[str, torch.Tensor]:
+    """Every matrix of a checkpoint, or of a rank's part of it, dequantised, by its group and name."""
+    found = {}
+    with Checkpoint.open(path) as checkpoint:
+        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32", shard)
+        checkpoint.verify(layouts)
+        for layout in layouts:
+            whole = torch.empty(layout.size, dtype=torch.uint8)
+            checkpoint.read_piece(layout, 0, whole)
+            for name, matrix in group_views(layout, whole).matrices.items():
+                found[f"{layout.id} {name}"] = matrix.dequantised(torch.empty(0))
+    return found
+
+
+def same_matrices(few: Path, dense: Path, ranks: int = 0) -> None:
+    """Of the whole and, if there are ranks, of the part of each."""
+    for shard in (None, *(Shard(rank, ranks) for rank in range(ranks))):
+        mine, theirs = matrices(few, shard), matrices(dense, shard)
+        assert mine.keys() == theirs.keys()
+        for name, one in mine.items():
+            assert torch.equal(one, theirs[name]), (shard, name)

@@ -223,7 +223,8 @@ def test_an_engine_that_is_killed_ends_its_requests_alone(server: Server, right:
             last = [event for event in stream.events() if "error" in event]
         why = "the engine of shipped has ended: its process was killed by signal 9"
         assert why in last[0]["error"]["message"]
-        assert len(goes_on.events()) > 10
+        [*_, end] = goes_on.events()  # A busy engine gives out several tokens at once.
+        assert end["choices"][0]["finish_reason"] == "length"
     assert "the server stops" not in server.said()
     assert ask(server, "shipped")[2]["choices"][0]["text"] == right["shipped"]
 

@@ -419,6 +419,8 @@ def test_a_chat_of_ollama_is_that_of_the_chats_whole_and_streamed(server: Server
     assert [len(one.top_logprobs) for one in whole.logprobs] == [2] * 8
     assert 0 < whole.prompt_eval_duration < whole.total_duration < LONG * 1e9
     assert 0 < whole.eval_duration < whole.total_duration
+    at_once = llama.chat("speaker", TALK, options=options | {"num_predict": 1})
+    assert (at_once.eval_count, at_once.eval_duration > 0) == (1, True)
     pieces = list(llama.chat("speaker:latest", TALK, options=options, stream=True))
     assert "".join(piece.message.content for piece in pieces) == expected
     assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]

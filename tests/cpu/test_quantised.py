@@ -37,8 +37,10 @@ from quantised import (
     checkpoints,
     fp8,
     gptq,
+    matrices,
     matrix_of,
     packed_rows,
+    same_matrices,
     sized,
     with_ends,
 )
@@ -56,33 +58,10 @@ def small_mixture() -> Path:
     return tiny.write(tiny.CASES["mixtral"], tiny.folder() / "small mixture", **few)
 
 
-def matrices(path: Path, shard: Shard | None = None) -> dict[str, torch.Tensor]:
-    """Every matrix of a checkpoint, or of a rank's part of it, dequantised, by its group and name."""
-    found = {}
-    with Checkpoint.open(path) as checkpoint:
-        layouts = group_layouts(checkpoint.spec, checkpoint.names, "float32", shard)
-        checkpoint.verify(layouts)
-        for layout in layouts:
-            whole = torch.empty(layout.size, dtype=torch.uint8)
-            checkpoint.read_piece(layout, 0, whole)
-            for name, matrix in group_views(layout, whole).matrices.items():
-                found[f"{layout.id} {name}"] = matrix.dequantised(torch.empty(0))
-    return found
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_numbers(scheme: str, tmp_path: Path) -> None:
     few, dense = checkpoints(tiny.checkpoint("llama"), tmp_path, SCHEMES[scheme])
     same_matrices(few, dense)
-
-
-def same_matrices(few: Path, dense: Path, ranks: int = 0) -> None:
-    """Of the whole and, if there are ranks, of the part of each."""
-    for shard in (None, *(Shard(rank, ranks) for rank in range(ranks))):
-        mine, theirs = matrices(few, shard), matrices(dense, shard)
-        assert mine.keys() == theirs.keys()
-        for name, matrix in mine.items():
-            assert torch.equal(matrix, theirs[name]), (shard, name)
 
 
 def outputs(path: Path, **settings: object) -> list[object]:

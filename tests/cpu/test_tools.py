@@ -91,13 +91,18 @@ def test_calls_are_told_whole_and_as_they_come(client: Any) -> None:
     assert [call.function.name for call in whole.message.tool_calls] == ["weather", "now"]
     assert [json.loads(call.function.arguments) for call in whole.message.tool_calls] == [arguments, {}]
     assert all(re.fullmatch("call_[0-9a-f]{24}", call.id) for call in whole.message.tool_calls)
-    chunks, calls, content, reasoning, reason = streamed(client, request)
-    assert (reason, content, reasoning) == ("tool_calls", "Let me see.", "")
-    assert [(call["name"], call["arguments"]) for call in calls] == [
-        (call.function.name, call.function.arguments) for call in whole.message.tool_calls
-    ]
-    assert len({call["id"] for call in calls}) == 2
-    assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 5  # Piece by piece.
+    pieces = []
+    for _ in range(5):  # On a busy machine several pieces come as one.
+        chunks, calls, content, reasoning, reason = streamed(client, request)
+        assert (reason, content, reasoning) == ("tool_calls", "Let me see.", "")
+        assert [(call["name"], call["arguments"]) for call in calls] == [
+            (call.function.name, call.function.arguments) for call in whole.message.tool_calls
+        ]
+        assert len({call["id"] for call in calls}) == 2
+        pieces.append(sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks))
+        if pieces[-1] > 5:
+            break
+    assert max(pieces) > 5
     one = (
         client.chat.completions.create(**asked(*called("now"), *called("weather"), parallel_tool_calls=False))
         .choices[0]

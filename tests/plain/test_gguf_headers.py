@@ -306,6 +306,10 @@ def test_a_header_may_claim_any_number_of_experts(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"general.architecture": "mamba"}, "general.architecture is 'mamba'; supported: llama, qwen2"),
+    (
+        {"general.architecture": "gpt-oss"},
+        "qwen3moe; other families are read from directories of safetensors",
+    ),
     ({"general.architecture": As(4, 3)}, "general.architecture is 3"),
     ({"llama.block_count": As(9, gguf_bytes.content([1, 2]))}, "llama.block_count is"),
     ({"llama.block_count": "one"}, "llama.block_count is 'one'"),
@@ -314,6 +318,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "rms_epsilon is 0.0"),
     ({"llama.attention.layer_norm_rms_epsilon": As(6, float("nan"))}, "rms_epsilon is nan"),
     ({"llama.attention.value_length": 9}, "value_length is 9; supported: 4"),
+    ({"llama.pooling_type": 3}, "pooling_type is 3; supported: files of models that write; for embeddings"),
     ({"llama.attention.causal": False}, "causal is False; supported: True"),
     ({"llama.rope.dimension_count": 2}, "dimension_count is 2; supported: 4"),
     ({"llama.rope.scaling.type": "longrope"}, "scaling.type is 'longrope'; supported: none, linear, yarn"),

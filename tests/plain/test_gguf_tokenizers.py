@@ -129,8 +129,26 @@ def test_pre_tokenizers(pre: str, tmp_path: Path) -> None:
     assert tokens[: len(begun)] == begun
     assert found.decode(tokens) == TEXT
     pieces = tuple(found.token_text(token) for token in found.encode("12345", special=False))
-    digits = ("1234", "5") if "gpt" in pre else ("123", "4", "5") if "llama" in pre else tuple("12345")
+    digits = (
+        ("1234", "5")
+        if "gpt" in pre
+        else ("123", "4", "5")
+        if "llama" in pre or "smaug" in pre
+        else tuple("12345")
+    )
     assert pieces == digits
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("smaug-bpe", False)])
+def test_a_token_that_no_merges_lead_to(pre: str, whole: bool, tmp_path: Path) -> None:
+    """Llama 3's tokenizer keeps such a piece whole. Files of its finetunes say that theirs does not."""
+    found = tokenizer(tmp_path, **{
+        "ggml.model": "gpt2", "ggml.pre": pre, "ggml.tokens": [*_alphabet(), "ab", "abc"],
+        "ggml.token_type": [1] * 258, "ggml.merges": ["a b"], "ggml.bos_token_id": None,
+        "ggml.eos_token_id": None, "ggml.scores": None,
+    })  # fmt: skip
+    pieces = [found.token_text(token) for token in found.encode("abc", special=False)]
+    assert pieces == (["abc"] if whole else ["ab", "c"])
 
 
 def _alphabet() -> list[str]:

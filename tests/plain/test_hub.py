@@ -393,6 +393,12 @@ def test_a_model_that_does_not_run_is_not_fetched(hub: Hub) -> None:
     hub.add("none/x", {"README.md": b""})
     with pytest.raises(HubError, match=r"no weights in safetensors or GGUF: it has README\.md"):
         locate("none/x")
+    hub.add("maker/x", {"params.json": b"{}", "consolidated.safetensors": b"x"})
+    with pytest.raises(HubError, match=r"has weights \(consolidated\.safetensors\), but not as model\.safe"):
+        locate("maker/x")
+    hub.add("lora/x", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
+    with pytest.raises(HubError, match=r"holds a LoRA adapter .*: name the model that it was made for"):
+        locate("lora/x")
     with pytest.raises(HubError, match="fable/tiny has no GGUF files; leave 'Q8_0' out"):
         locate(f"{NAME}:Q8_0")
     assert large(hub) == []

@@ -21,6 +21,7 @@ from penstock.cli.options import (
     checked,
     far_kv,
     names_of,
+    rate,
     size,
     sizes,
     token_counts,
@@ -96,7 +97,7 @@ WINDOW = (
     option(
         ENGINE,
         "--link-rate",
-        callback=size,
+        callback=rate,
         metavar="SIZE",
         help="Hold the link to a GPU to SIZE bytes/s each way, as that of another machine. [what it has]",
     ),

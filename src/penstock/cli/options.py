@@ -42,7 +42,8 @@ def checked(check: Callable[[Any], object], ctx: click.Context, parameter: click
 
 
 size = partial(checked, lambda text: parse_memory(text, whole=UNKNOWN_WHOLE))
-"""The callback of a flag that takes a size, and is no setting of the engine."""
+rate = partial(checked, lambda text: parse_size(text, whole=UNKNOWN_WHOLE))
+"""The callbacks of flags that take a size of memory, or bytes a second, and are no settings of the engine."""
 
 
 def _numbers(

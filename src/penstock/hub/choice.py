@@ -12,7 +12,7 @@ from penstock.hub.names import GGUF, ModelName, part_of, quant_of, stem_of
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHAPE = (CONFIG, "quantize_config.json", "hf_quant_config.json")
+SHAPE = (CONFIG, "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files that say what model a checkpoint is."""
 SIDE = (
     *SHAPE,
@@ -28,6 +28,7 @@ SIDE = (
     "?_LogitScore/config.json",
 )
 """Files that the engine reads beside the weights."""
+ADAPTER = "adapter_config.json"
 USUAL_QUANT = "Q4_K_M"
 """The quant that is taken where none is named, as llama.cpp and ollama do."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -120,6 +121,16 @@ def nothing_to_run(paths: Iterable[str], name: ModelName) -> HubError:
         return HubError(
             f"{name} has no weights in safetensors or GGUF, only pickle files ({pickles[0]}), which are not "
             "read since they can run code; look for a conversion of it"
+        )
+    if ADAPTER in there:
+        return HubError(
+            f"{name} holds a LoRA adapter ({ADAPTER}): name the model that it was made for, and a directory "
+            "with this as its adapter"
+        )
+    if loose := [path for path in there if path.endswith(".safetensors")]:
+        return HubError(
+            f"{name} has weights ({loose[0]}), but not as {SINGLE} or {INDEX} beside {CONFIG}; look for the "
+            "same model in the layout of Hugging Face"
         )
     has = f"it has {', '.join(there[:_SHOWN])}" if there else "it is empty"
     return HubError(f"{name} has no weights in safetensors or GGUF: {has}; name another model")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.arch.formats import found
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, WORDS, TensorSlice, WeightFormat, beside
@@ -60,14 +61,17 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     version = words.text("version", words.text("format", "gemm")).lower()
     if version != "gemm" or words.text("backend", "autoawq") == "llm-awq":
         raise words.unsupported(
-            f"version {version!r}", "gemm, as AutoAWQ writes it; gemv and llm-awq are other layouts"
+            f"version {version!r}", "gemm, as AutoAWQ writes it, where gemv and llm-awq are other layouts"
         )
-    if words.number("bits", 4) != 4:
-        words.refuse("bits", "4")
+    # Old files of AutoAWQ have the second names.
+    for key in ("bits", "w_bit"):
+        if words.number(key, 4) != 4:
+            words.refuse(key, "4")
+    group = words.number("group_size", words.number("q_group_size", 128))
     integers = Integers(
-        "awq", 4, checkpoint_group=max(words.number("group_size", 128), 0),
+        "awq", 4, checkpoint_group=max(group, 0),
         scale=words.one_of(SCALES, "float16", NUMBERS), zeros=words.flag("zero_point", True),
         packing=AWQPacking(),
     )  # fmt: skip
     excepted = ModuleNames(parts=words.list("modules_to_not_convert"))
-    return ByName("awq", rules=((excepted, DENSE), *linears(integers)))
+    return ByName("awq", rules=(*found.rules(words, integers), (excepted, DENSE), *linears(integers)))

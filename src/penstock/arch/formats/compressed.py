@@ -114,6 +114,9 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     """Return the formats of a checkpoint's weights. Raises UnsupportedModelError, naming the key."""
     words = Words(config, f"{where}: quantization_config")
     _refuse_rotations(words)
+    sparse = words.object("sparsity_config")
+    if sparse is not None and sparse.text("format", "dense") != "dense":
+        sparse.refuse("format", "dense")
     kind, dtype = words.text("format", ""), words.one_of(SCALES, dtype, NUMBERS)
     rules = []
     for group in words.objects("config_groups").values():

@@ -154,6 +154,8 @@ class _BlockScales:
         grid = -(-height // down), -(-width // across)
         if whole.dim() < 2 and whole.numel() in (1, height):
             whole = whole.reshape(-1, 1)
+        if whole.dim() == 4 and whole.shape[1] == whole.shape[3] == 1:  # ModelOpt keeps the blocks' extents.
+            whole = whole[:, 0, :, 0]
         fits = whole.dim() == 2 and all(
             have in (1, want) for have, want in zip(whole.shape, grid, strict=True)
         )

@@ -1,33 +1,31 @@
 """Read what config.json says of FP8: in blocks, as DeepSeek, Qwen and MiniMax publish it, or by tensor."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
+from penstock.arch.formats import found
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.floats import E8M0, Float8
 from penstock.arch.formats.format import FileTensor, WeightFormat
-from penstock.arch.formats.names import EMBEDDING, ByName, ModuleNames, checked_regex, linears
+from penstock.arch.formats.names import (
+    EMBEDDING,
+    ByName,
+    Listed,
+    ModuleNames,
+    checked_regex,
+    linears,
+    together,
+)
 from penstock.arch.formats.words import Words
 from penstock.base.errors import CheckpointError
 
 METHOD = "fp8"
 _NAMES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 """Names that tensors of scales have beside `weight`."""
-_BLOCKS = "weight_blocks"
+BLOCKS = "weight_blocks"
 """A key of our own; see `with_blocks`."""
-_EXPERT = re.compile(r"\.experts\.\d{1,9}\.")
-_UNREAD = (".activation_scale", ".input_scale", ".q_scale", ".k_scale", ".v_scale")
-
-
-@dataclass(frozen=True)
-class _Listed(ModuleNames):
-    """Modules are listed by whole names; `experts.*` stands for every expert of a layer."""
-
-    def has(self, module: str) -> bool:
-        """Tell whether a module is meant."""
-        return module in self.whole or _of_all_experts(module) in self.whole
+_UNREAD = (".activation_scale", ".input_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 
 def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
@@ -42,17 +40,18 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     exponents = words.one_of("scale_fmt", "float", ("float", "ue8m0")) == "ue8m0"
     block = words.block("weight_block_size") if words.get("weight_block_size") is not None else (1, 0)
     format = Float8(METHOD, block=block, scale=E8M0 if exponents else "float32", scales=_NAMES)
-    others = words.object(_BLOCKS) or Words({}, "")
-    keys = Words({key: key for key in others.keys}, f"{where}: quantization_config.{_BLOCKS}")
+    others = words.object(BLOCKS) or Words({}, "")
+    keys = Words({key: key for key in others.keys}, f"{where}: quantization_config.{BLOCKS}")
     blocks = [
-        (_Listed(frozenset(others.list(key))), replace(format, block=keys.block(key))) for key in others.keys
+        (Listed(frozenset(others.list(key))), replace(format, block=keys.block(key))) for key in others.keys
     ]
     listed = words.list("modules_to_not_convert") or words.list("ignored_layers")
     key = f"{where}: quantization_config.modules_to_not_convert"
     # As Hugging Face reads the list: a name's beginning up to a dot or its end, which may be a pattern.
-    patterns = tuple(rf"(?:{checked_regex(one, key)})(?:(?<=\.)|(?=\.|$))" for one in listed)
+    patterns = tuple(rf"(?:{checked_regex(one, key, inside=True)})(?:(?<=\.)|(?=\.|$))" for one in listed)
     excepted, embedding = ModuleNames(regexes=patterns, ends=listed), ModuleNames(ends=tables)
-    rules = (excepted, DENSE), (embedding, table), *blocks, *linears(format)
+    stored = *blocks, *found.rules(words, format)
+    rules = *stored, (excepted, DENSE), (embedding, table), *linears(format)
     return ByName(METHOD, rules=rules, unread=_UNREAD)
 
 
@@ -69,8 +68,8 @@ def with_blocks(
     Raises CheckpointError, naming file, tensor and shapes, for scales that fit no block, and
     UnsupportedModelError as `read` does.
     """
-    plain = {key: value for key, value in config.items() if key != _BLOCKS}
-    format, found = read(plain, where, "float32"), dict[str, dict[str, tuple[int, int] | None]]()
+    plain = {key: value for key, value in config.items() if key != BLOCKS}
+    format, kinds = read(plain, where, "float32"), dict[str, str]()
     for name, weight in tensors.items():
         module = name.removesuffix(".weight")
         scale = next((key for one in _NAMES if (key := f"{module}.{one}") in tensors), None)
@@ -85,18 +84,12 @@ def with_blocks(
                     f"{list(weight.shape)} neither in the blocks of {where} nor in others; set "
                     "weight_block_size to theirs"
                 )
-            found.setdefault(_of_all_experts(module), {})[module] = None if block == its.block else block
+            kinds[module] = "" if block == its.block else f"{block[0]}x{block[1]}"
     listed = dict[str, list[str]]()
-    for together, each in found.items():
-        alike = len(set(each.values())) == 1
-        for module, block in [(together, next(iter(each.values())))] if alike else each.items():
-            if block is not None:
-                listed.setdefault(f"{block[0]}x{block[1]}", []).append(module)
-    return plain | {_BLOCKS: listed} if listed else plain
-
-
-def _of_all_experts(module: str) -> str:
-    return _EXPERT.sub(".experts.*.", module)
+    for module, extents in together(kinds).items():
+        if extents:
+            listed.setdefault(extents, []).append(module)
+    return plain | {BLOCKS: listed} if listed else plain
 
 
 def _block(shape: tuple[int, ...], grid: tuple[int, ...], said: tuple[int, int]) -> tuple[int, int] | None:

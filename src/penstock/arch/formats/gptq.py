@@ -3,16 +3,18 @@
 Source of the layout: GPTQModel's documentation of `checkpoint_format` "gptq" and "gptq_v2".
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.arch.formats import found
 from penstock.arch.formats.awq import AWQPacking
 from penstock.arch.formats.codes import as_bytes, in_words
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, WORDS, TensorSlice, WeightFormat, beside
 from penstock.arch.formats.integers import SCALES, Integers, Packing
-from penstock.arch.formats.names import ByName, ModuleNames, checked_regex, linears
+from penstock.arch.formats.names import ByName, ModuleNames, Rule, checked_regex, linears
 from penstock.arch.formats.words import Words
 
 if TYPE_CHECKING:  # Torch takes 1.2 s to import; `penstock plan` does without.
@@ -72,17 +74,19 @@ def read(config: Mapping[str, object], where: str, dtype: str) -> WeightFormat:
     version = words.text("checkpoint_format", words.text("format", "gptq"))
     if version not in ("gptq", "gptq_v2", "gemm"):
         raise words.unsupported(
-            f"checkpoint_format {version!r}", "gptq, gptq_v2; other layouts are for one GPU only"
+            f"checkpoint_format {version!r}", "gptq, gptq_v2, where other layouts are for one GPU only"
         )
     default = _integers(words, words, GPTQPacking(plus_one=version != "gptq_v2"))
-    rules = []
+    rules = list[Rule]()
     for pattern, override in words.objects("dynamic").items():
         key = f"{where}: quantization_config.dynamic"
-        regex = ModuleNames(regexes=(checked_regex(pattern.removeprefix("-:").removeprefix("+:"), key),))
-        rules.append(
-            (regex, DENSE if pattern.startswith("-:") else _integers(override, words, default.packing))
-        )
-    return ByName(METHOD, rules=(*rules, *linears(default, head=words.flag("lm_head", False))))
+        regexes: tuple[str, ...] = (checked_regex(pattern.removeprefix("-:").removeprefix("+:"), key),)
+        format = DENSE if pattern.startswith("-:") else _integers(override, words, default.packing)
+        if rules and rules[-1][1] == format:  # One rule has all that follow each other.
+            regexes = (*rules.pop()[0].regexes, *regexes)
+        rules.append((ModuleNames(regexes=regexes), format))
+    head = linears(default, head=words.flag("lm_head", False))
+    return ByName(METHOD, rules=(*found.rules(words, default), *rules, *head))
 
 
 def _integers(words: Words, default: Words, packing: Packing) -> Integers:
@@ -103,20 +107,34 @@ def read_auto_round(config: Mapping[str, object], where: str, dtype: str) -> Wei
     """Return the formats of a checkpoint of AutoRound, which are those of GPTQ or AWQ. Raises
     UnsupportedModelError, naming the key."""
     words = Words(config, f"{where}: quantization_config")
-    layout = (
-        words.text("packing_format", "auto_round:auto_gptq").removeprefix("auto_round:").removeprefix("auto_")
-    )
-    if layout not in _LAYOUTS:
-        words.refuse("packing_format", "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq")
+    packing = _layout(words)
     words.one_of("data_type", "int", ("int",))
-    packing = _LAYOUTS[layout]
-    rules = []
+    default = _integers(words, words, packing)
+    exact, patterns = dict[WeightFormat, list[str]](), list[Rule]()
+    key = f"{where}: quantization_config.extra_config"
     for name, override in words.objects("extra_config").items():
         format = DENSE if override.number("bits", 4) >= 16 else _integers(override, words, packing)
-        rules.append((ModuleNames(whole=frozenset({name})), format))
-    return ByName("auto-round", rules=(*rules, *linears(_integers(words, words, packing))))
+        exact.setdefault(format, []).append(name)
+        if _PATTERN.search(name):  # It is looked for anywhere in a name.
+            regex = f".*?(?:{checked_regex(name, key, inside=True)})"
+            patterns.append((ModuleNames(regexes=(regex,)), format))
+    named = [(ModuleNames(whole=frozenset(names)), format) for format, names in exact.items()]
+    rules = (*found.rules(words, default), *named, *patterns, *linears(default))
+    return ByName("auto-round", rules=rules)
 
 
+def _layout(words: Words) -> Packing:
+    """Return where AutoRound has the numbers. Its older versions name the kernel that reads them."""
+    key = "packing_format" if words.get("packing_format") is not None else "backend"
+    parts = words.text(key, "auto_gptq").replace("auto_round:", "").replace("autoround:", "").split(":")
+    layout = _LAYOUTS.get(parts[0].removeprefix("auto_"))
+    if layout is None:
+        words.refuse(key, "auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq")
+    return layout
+
+
+_PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
+"""Characters that make a name of a module a pattern."""
 _LAYOUTS: dict[str, Packing] = {
     "gptq": GPTQPacking(),
     "gptqmodel": GPTQPacking(plus_one=False),

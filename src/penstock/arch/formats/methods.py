@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from penstock.arch.formats import awq, compressed, fp8, gguf, gptq, modelopt, mxfp4, recipe
 from penstock.arch.formats.dense import DENSE
 from penstock.arch.formats.format import NUMBERS, FileTensor, WeightFormat
+from penstock.arch.formats.found import PACKED, UNPACKED, exceptions
 from penstock.arch.formats.integers import SCALES
 from penstock.base.errors import UnsupportedModelError
 
@@ -14,6 +15,7 @@ FORMATS: dict[str, Callable[[Mapping[str, object], str, str], WeightFormat]] = {
     "gptq": gptq.read,
     "awq": awq.read,
     "auto-round": gptq.read_auto_round,
+    "intel/auto-round": gptq.read_auto_round,
     "modelopt": modelopt.read,
     "gguf": gguf.read,
     "mxfp4": mxfp4.read,
@@ -31,6 +33,7 @@ def read_format(config: Mapping[str, object], where: str, dtype: str) -> WeightF
     Raises UnsupportedModelError, which names the key, for a method that is not in `FORMATS`.
     """
     asked = config.get("quantization_config")
+    _refuse_mlx(config, where)
     if asked is None:
         return DENSE
     method = asked.get("quant_method") if isinstance(asked, dict) else None
@@ -44,11 +47,21 @@ def read_format(config: Mapping[str, object], where: str, dtype: str) -> WeightF
     return FORMATS[method](asked, where, dtype)
 
 
+def _refuse_mlx(config: Mapping[str, object], where: str) -> None:
+    """Raise UnsupportedModelError for weights that MLX has packed, which are no other method's."""
+    own = config.get("quantization")
+    if isinstance(own, dict) and {"bits", "group_size"} <= own.keys():
+        raise UnsupportedModelError(
+            f"{where}: key 'quantization' is MLX's, whose packed weights are not read; use the model as it "
+            "was published, or a GGUF file of it"
+        )
+
+
 def with_stored(
     config: Mapping[str, object], where: str, tensors: Mapping[str, FileTensor], dtype: str
 ) -> Mapping[str, object]:
     """Return a config.json whose `quantization_config` has what only a checkpoint's tensors say of its
-    format: the blocks of FP8, and the dtype in which scales of integers rest.
+    format: the blocks of FP8, the dtype in which scales of integers rest, and what is packed.
 
     where: opens the messages of errors.
     dtype: of weights that are not quantised.
@@ -57,11 +70,16 @@ def with_stored(
     """
     asked = config.get("quantization_config")
     method = asked.get("quant_method") if isinstance(asked, dict) else None
-    if not isinstance(asked, dict) or method not in (fp8.METHOD, *_SCALES):
+    if not isinstance(asked, dict) or method not in (fp8.METHOD, modelopt.METHOD, *_SCALES):
         return config
+    plain = {key: value for key, value in asked.items() if key not in (SCALES, fp8.BLOCKS, PACKED, UNPACKED)}
+    if method != compressed.METHOD:
+        codes = ("float8_e4m3fn", "uint8") if method not in _SCALES else ()
+        plain |= exceptions(FORMATS[method](plain, where, dtype), tensors, codes)
     if method == fp8.METHOD:
-        return {**config, "quantization_config": fp8.with_blocks(asked, where, tensors)}
-    plain = {key: value for key, value in asked.items() if key != SCALES}
+        plain = {**fp8.with_blocks(plain, where, tensors)}
+    if method not in _SCALES:
+        return {**config, "quantization_config": plain}
     end, usual = _SCALES[method]
     found = {one.dtype for name, one in tensors.items() if name.endswith(end) and one.dtype in NUMBERS}
     # What holds the numbers of all of them.
@@ -74,6 +92,7 @@ _SCALES = {
     gptq.METHOD: (".scales", "float16"),
     "awq": (".scales", "float16"),
     "auto-round": (".scales", "float16"),
+    "intel/auto-round": (".scales", "float16"),
     compressed.METHOD: (".weight_scale", ""),
 }
 """Ends of the names of scales of integers, and the dtype in which they rest where `SCALES` says nothing;

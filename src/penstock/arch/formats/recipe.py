@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.arch.formats.dense import DENSE
+from penstock.arch.formats.dense import DENSE, Dense
 from penstock.arch.formats.floats import Float4, Float8
 from penstock.arch.formats.format import NUMBERS, TensorSlice, WeightFormat
 from penstock.arch.formats.integers import Integers, Packing
@@ -105,7 +105,7 @@ class Recipe:
         key."""
         words = Words(config, f"{where}: quantization_config")
         if words.number("version") != VERSION:
-            words.refuse("version", f"{VERSION}; quantise the model again")
+            words.refuse("version", f"{VERSION}, as `penstock pack --to` writes it now")
         format = words.one_of("format", "", FEW_BITS)
         group = words.number("group_size", 0)
         grouped = isinstance(_FORMATS[format], Integers)
@@ -185,6 +185,6 @@ def name_of(format: WeightFormat) -> str:
     if format == DENSE:
         return ""
     if isinstance(format, ByName):
-        few = [one.name for _, one in format.rules if one != DENSE]
+        few = [one.name for _, one in format.rules if not isinstance(one, Dense)]
         return "+".join(dict.fromkeys(few))
     return format.name

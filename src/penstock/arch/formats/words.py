@@ -36,7 +36,10 @@ class Words:
 
     def unsupported(self, what: str, supported: str) -> UnsupportedModelError:
         """Return the error for `what`, which is not among what is `supported`."""
-        return UnsupportedModelError(f"{self._where}: {what[:_SHOWN]}; supported: {supported}")
+        return UnsupportedModelError(
+            f"{self._where}: {what[:_SHOWN]}; supported: {supported}; use a checkpoint of the model that "
+            "has one of these"
+        )
 
     def text(self, key: str, default: str) -> str:
         """Return the string at `key`."""

@@ -187,7 +187,8 @@ class OllamaStream:
             "prompt_eval_count": len(completion.prompt_tokens),
             "prompt_eval_duration": _nanoseconds(first - began),
             "eval_count": len(completion.tokens),
-            "eval_duration": _nanoseconds(call.last_token_time - first),
+            # Clients divide by it, and on a busy machine all tokens may come at once.
+            "eval_duration": _nanoseconds(now - first),
         }
 
 

@@ -9,7 +9,11 @@ from penstock.weights.gguf.config import read_gguf_config
 from penstock.weights.gguf.files import GGUFFiles, is_gguf
 from penstock.weights.jsonfile import MAX_CONFIG_BYTES, read_object
 
-_BESIDE = {"quantize_config.json": "gptq", "hf_quant_config.json": "modelopt"}
+_BESIDE = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 """Files in which quantisers write their settings if not in config.json, and the methods that these are of."""
 
 
@@ -33,9 +37,7 @@ def read_config(path: Path) -> Mapping[str, object]:
             return read_gguf_config(files)
     expect_directory(path)
     if not os.path.lexists(path / "config.json") and os.access(path, os.X_OK):
-        loose = sorted(path.glob("*.gguf"))
-        hint = f"to load a GGUF file, give it by name: {loose[0]}" if loose else "give a model's directory"
-        raise CheckpointError(f"{path} has no config.json; {hint}")
+        raise CheckpointError(f"{path} has no config.json; {_hint(path)}")
     config = read_object(path / "config.json", MAX_CONFIG_BYTES)
     if config.get("quantization_config") is not None:
         return config
@@ -44,3 +46,19 @@ def read_config(path: Path) -> Mapping[str, object]:
             settings = read_object(path / name, MAX_CONFIG_BYTES)
             return config | {"quantization_config": {"quant_method": method} | settings}
     return config
+
+
+def _hint(path: Path) -> str:
+    """Return what to try with a directory that has no config.json."""
+    if loose := sorted(path.glob("*.gguf")):
+        return f"to load a GGUF file, give it by name: {loose[0]}"
+    if os.path.lexists(path / "adapter_config.json"):
+        return (
+            "it holds a LoRA adapter: give the model that it was made for, and this directory as its adapter"
+        )
+    if os.path.lexists(path / "params.json"):
+        return (
+            "it is in the layout of the model's maker (params.json): give the same model in that of Hugging "
+            "Face, with config.json and model.safetensors"
+        )
+    return "give a model's directory"

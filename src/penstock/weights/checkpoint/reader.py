@@ -21,6 +21,7 @@ from penstock.arch.layout import ALIGNMENT, Field, GroupLayout
 from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.memory.disk import DiskFile
+from penstock.weights.checkpoint.biases import adds_nothing
 from penstock.weights.checkpoint.config import expect_directory, read_config
 from penstock.weights.checkpoint.drafts import belongs_to_drafts, left_for_drafts
 from penstock.weights.checkpoint.generation import GenerationDefaults, open_generation, read_generation
@@ -373,13 +374,14 @@ class Checkpoint:
 
     def _ignorable(self, name: str) -> bool:
         """Tell whether no pass needs the tensor, as many checkpoints hold some: rotary frequencies, those of
-        `left_for_drafts`, a head that is the embedding."""
+        `left_for_drafts`, biases of zeros, a head that is the embedding."""
         if name != HEAD:  # Which is expected, and does not come here, where nothing is tied.
             return (
                 name.endswith(".rotary_emb.inv_freq")
                 or (name == SCORE and classifies(self.config))
                 or belongs_to_drafts(name, self.spec.layers)
                 or self.spec.format.ignores(name)
+                or adds_nothing(name, self._shards.tensors)
             )
         head, embedding = self._shards.tensors[HEAD], self._shards.tensors.get(EMBEDDING)
         alike = embedding is not None and (

@@ -24,6 +24,7 @@ _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+\.safetensors")
 """Names of a shard, beside its index: nothing that could lead out of the directory or that is no file name at
 all."""
 
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 MAX_TENSORS = 500_000
 """Tensors that a checkpoint may have. The largest mixtures of experts have some 100,000."""
 
@@ -184,6 +185,14 @@ def _no_weights(path: Path) -> str:
             f"{tried}, only pickle files ({shown(pickles[0])}), which are not read since they can run code; "
             "convert them to safetensors"
         )
-    if loose := [name for name in names if name.endswith(".safetensors")]:
+    loose = [name for name in names if name.endswith(".safetensors")]
+    if loose and all(name.startswith("consolidated") for name in loose):
+        return (
+            f"{tried}, though it has {shown(loose[0])}, whose tensors have the names of the model's maker; "
+            "give the same model in the layout of Hugging Face"
+        )
+    if len(loose) == 1 and not _SHARD.search(loose[0]):
+        return f"{tried}; rename {shown(loose[0])} to {SINGLE} if it is the whole model"
+    if loose:
         return f"{tried}, though it has {shown(loose[0])}; the download may not be complete"
     return f"{tried}; it holds no weights that can be read"

@@ -88,6 +88,14 @@ class Metadata:
         if self._values.get(self.own(key), supported[0]) not in supported:
             raise self.refuse(self.own(key), ", ".join(map(str, supported)))
 
+    def without_pooling(self) -> None:
+        """Refuse models that make embeddings, which are read from directories alone."""
+        if self._values.get(key := self.own("pooling_type"), 0) != 0:
+            raise self.refuse(
+                key,
+                "files of models that write; for embeddings give the model's directory, with modules.json",
+            )
+
     def token(self, name: str) -> int | None:
         """Return the id of a special token, perhaps none of the vocabulary; None if there is none."""
         value = self._values.get(f"tokenizer.ggml.{name}_token_id")
@@ -123,7 +131,8 @@ def read_gguf_config(files: GGUFFiles) -> dict[str, object]:
     """
     metadata = Metadata(files)
     if metadata.architecture not in ARCHITECTURES:
-        raise metadata.refuse("general.architecture", ", ".join(ARCHITECTURES))
+        others = "other families are read from directories of safetensors, if at all"
+        raise metadata.refuse("general.architecture", f"{', '.join(ARCHITECTURES)}; {others}")
     embedding = files.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.info.shape) != 2:
         raise CheckpointError(f"{files.path} lacks tensor {EMBEDDING}, a matrix; fetch the file again")
@@ -134,6 +143,7 @@ def read_gguf_config(files: GGUFFiles) -> dict[str, object]:
     metadata.only("rope.dimension_count", dim)
     metadata.only("attention.causal", True)
     metadata.has("vocab_size")
+    metadata.without_pooling()
     config: dict[str, object] = {
         "hidden_size": hidden,
         "num_hidden_layers": metadata.whole("block_count"),

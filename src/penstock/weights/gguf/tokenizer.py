@@ -59,6 +59,7 @@ PRE_TOKENIZERS = {
     "llama3": _LLAMA,
     "llama-v3": _LLAMA,
     "llama-bpe": _LLAMA,
+    "smaug-bpe": PreTokenizer(_LLAMA3),
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
     "tekken": PreTokenizer(_TEKKEN, whole=True, begins=True),
