@@ -380,7 +380,7 @@ def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole)
         limits.max_step_tokens,
         limits.max_length,
         record_runs=plan.record_runs,
-        cold=outline.reads_beyond,
+        cold=outline.far is not None and plan.budget.blocks < outline.blocks_per_row,
         role=role,
     )
     counts, runs, mixed, prompts = graphs.counts, graphs.runs, graphs.mixed, ""

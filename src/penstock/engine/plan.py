@@ -32,6 +32,9 @@ from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
 
+_BEYOND = 16
+"""KV gets at least one part in so many of the device."""
+
 
 class FarRoom(Protocol):
     """Says how many bytes KV beyond the device takes."""
@@ -127,10 +130,11 @@ class Outline(Generic[Far]):
 
     @property
     def reads_beyond(self) -> bool:
-        """Tell whether sequences may be too long for pages, by what is left beside weights alone."""
-        rest = sum(map(padded, self.layouts)) if self.may_rest else 0
-        pages = self.settings.kv_blocks or (self.total - rest) // max(self.block_bytes, 1)
-        return self.far is not None and pages < self.blocks_per_row
+        """Tell whether room is kept for recorded steps of rows with KV beyond the device: a sequence may take
+        a good part of the device."""
+        few = (self.settings.kv_blocks or self.blocks_per_row) < self.blocks_per_row
+        large = self.blocks_per_row * self.block_bytes * _BEYOND > self.total
+        return self.far is not None and (few or large)
 
     @property
     def decides(self) -> bool:

@@ -14,13 +14,21 @@ from penstock.kv.movement.pool import KVPool
 from penstock.memory.sending import StagingTurns
 from penstock.models.decoder import Decoder
 from penstock.models.inputs import StateInputs, StepInputs, Weights
-from penstock.ops.attention.inputs import AttentionInputs, ColdInputs, PlacedRun, Rows, Tiles
+from penstock.ops.attention.inputs import (
+    AttentionInputs,
+    ColdInputs,
+    LaterTiles,
+    PlacedRun,
+    Rows,
+    Scratch,
+    Tiles,
+)
 from penstock.ops.rope import RotaryAngles
 from penstock.ops.runs import suits_run
 from penstock.ops.steps import FIELDS, LEAST, Placed, likeliest, place
 from penstock.step.plan import Share
 from penstock.worker.adapters import RowAdapters
-from penstock.worker.sizes import mixed_counts, row_counts, run_counts
+from penstock.worker.sizes import cold_counts, mixed_counts, row_counts, run_counts
 
 _COUNTERS = 256
 """Most tiles of a product that programs may share."""
@@ -75,6 +83,7 @@ class DecodeStep:
             dtype=torch.int32,
             device=device,
         )
+        self._scratch = Scratch()
         self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         self._best = torch.full((rows,), LEAST, dtype=torch.int64, device=device)
         self.logits = torch.zeros(
@@ -148,11 +157,13 @@ class DecodeStep:
     ) -> None:
         """Compute the step of `count` rows: their logits and likeliest tokens, which become their newest.
 
-        adapted: whether rows may have adapters. later: as of AttentionInputs.
+        adapted: whether rows may have adapters. later: takes what folds tiles, where rows may have KV beyond
+            the device.
         """
         given, placed = self._place(count)
         rows = Rows(count, placed.table, placed.lengths, self._max_length, (), self._arrivals)
-        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, (), later=later)
+        tiles = None if later is None else LaterTiles(later, self._scratch)
+        attention = AttentionInputs(placed.blocks, placed.offsets, placed.slots, rows, (), later=tiles)
         state = StateInputs(given[0].long(), ()) if self._pool.state is not None else None
         padding = given[0] == self._nobody if self.spec.moe is not None else None
         lora = self.adapters.of_rows(given[0]) if adapted and self.adapters else None
@@ -161,9 +172,12 @@ class DecodeStep:
         )
         self._finish(self._decoder.forward(weights, self._pool.layers, inputs), given[0], weights)
 
-    def computations(self, rows: int, tokens: int) -> list[Callable[[Weights], None]]:
-        """Return what would be recorded, without adapters. rows, tokens: as for the step."""
+    def computations(self, rows: int, tokens: int, *, cold: bool = False) -> list[Callable[[Weights], None]]:
+        """Return what would be recorded, without adapters. rows, tokens: as for the step. cold: whether rows
+        may have KV beyond the device."""
         found: list[Callable[[Weights], None]] = [partial(self.compute, count) for count in row_counts(rows)]
+        nothing: Callable[[object], None] = lambda fold: None  # noqa: E731
+        found += [partial(self.compute, count, later=nothing) for count in cold_counts(rows) if cold]
         found += [partial(self.compute_run, count) for count in run_counts(self.spec, tokens)]
         return found + [partial(self.compute_mixed, count) for count in self.mixed]
 

@@ -180,7 +180,7 @@ class DecodeGraphs:
         compute = partial(self._step.compute, count)
         compute(self._weights.standing(), later=lambda fold: None)
         stream.synchronize()
-        program = Program(pool, self._weights)
+        program = Program(pool, self._weights, ahead=False)
         self._every.append(program)
         reads = self._reads
         compute(program, later=lambda fold: program.between(partial(reads.fold, fold)))
@@ -196,6 +196,7 @@ class DecodeGraphs:
             programs.clear()
         for program in self._every:
             program.close()
+        self._reads.cold = None
         stream, self._stream = self._stream, None
         if stream is not None:
             keep_idle(stream)

@@ -47,6 +47,11 @@ class LoadedModel:
         step.adapters = self.adapters
         return step
 
+    @property
+    def lends_all(self) -> bool:
+        """Tell whether rows read all of their KV beyond the device, if they have any."""
+        return self.carrier is not None and self.carrier.chosen is None
+
     def detach(self) -> None:
         """Let go of weights and KV, and of what was recorded of them."""
         if self.graphs is not None:

@@ -4,11 +4,12 @@ released."""
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.arch.layout import GroupId
+from penstock.models.inputs import ExpertWeights
 from penstock.ops.matrix import GroupViews
 from penstock.weights.streaming.stream import WeightStream
 
@@ -35,6 +36,20 @@ def keep_idle(stream: torch.cuda.Stream) -> None:
     _IDLE.append(stream)
 
 
+class _InTime:
+    """Lends experts of which none is fetched ahead of its layer."""
+
+    def __init__(self, experts: ExpertWeights) -> None:
+        self._experts = experts
+
+    def foretells(self, layer: int, most: int) -> int | None:
+        """Return None: nothing is foretold."""
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+
 class Program:
     """Weights that are lent while a pass is recorded; then the recorded pieces of it, and what is taken and
     released between them.
@@ -46,10 +61,14 @@ class Program:
     all_stay = False
     """Each group is taken by itself, since the program is cut where one moves."""
 
-    def __init__(self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: int = 0) -> None:
-        """Recording begins, on the current stream. shared: decode rows of a pass that a CPU shares."""
+    def __init__(
+        self, pool: "_POOL_HANDLE", weights: WeightStream, *, shared: int = 0, ahead: bool = True
+    ) -> None:
+        """Recording begins, on the current stream. shared: decode rows of a pass that a CPU shares. ahead:
+        whether experts may be fetched ahead, on a stream that no piece may end beside."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
-        self.experts = self._standing.experts
+        experts = self._standing.experts
+        self.experts = experts if ahead or experts is None else _InTime(experts)
         self._acts: list[Callable[[], object]] = []
         self._released: list[GroupId] = []
         """Since the last was taken: noted in the program before the next is."""

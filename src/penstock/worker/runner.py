@@ -118,8 +118,7 @@ class Runner:
         assert isinstance(model.weights, WeightStream), "record before attach"
         with self._here(), torch.inference_mode():
             step = model.decode_step(rows, tokens, max_length)
-            cold = cold and model.carrier is not None and model.carrier.chosen is None
-            model.graphs = DecodeGraphs(step, model.weights, rows, tokens, cold=cold)
+            model.graphs = DecodeGraphs(step, model.weights, rows, tokens, cold=cold and model.lends_all)
             model.graphs.record(record_runs=record_runs, early=model.early)
         return model.graphs
 
@@ -141,7 +140,7 @@ class Runner:
             rows = sizes.rows(self.target.decoder.spec)
             with self._here(), torch.inference_mode():
                 step = self.target.decode_step(rows, tokens, sizes.max_length)
-            for compute in step.computations(rows, tokens):
+            for compute in step.computations(rows, tokens, cold=self.target.lends_all):
                 yield partial(self._as_recorded, step, compute, weights)
 
     def _as_recorded(self, step: DecodeStep, compute: Callable[[Weights], None], weights: Weights) -> None:

@@ -36,6 +36,7 @@ from penstock.ops.attention.inputs import (
     QueryRun,
     Rows,
     RunBatch,
+    Scratch,
     Tiles,
 )
 from penstock.ops.attention.tree import attend_tree, fold_before
@@ -141,10 +142,13 @@ def _attend_mixed(
     passing = cold.of(layer.window) if cold else ()
     if inputs.rows:
         more = any(tile.rows for tile in passing) or bool(cold and cold.choosing_rows)
-        more = more or inputs.later is not None
-        rows = _attend_rows(q, cache, inputs.rows, layer, result, more=more)
-        if inputs.later is not None and rows is not None:
-            inputs.later(partial(_fold_later, q, rows, layer))
+        if (later := inputs.later) is not None:
+            rows = _attend_rows(q, cache, inputs.rows, layer, result, more=True, kept=later.scratch)
+            assert rows is not None
+            asking = later.scratch.of("q", tuple(rows[0].shape), q).copy_(q[: inputs.rows.count])
+            later.fold(partial(_fold_later, asking, rows, layer))
+        else:
+            rows = _attend_rows(q, cache, inputs.rows, layer, result, more=more)
     together = [batch for batch in inputs.batches if _attend_batch(q, k, v, cache, batch, layer, result)]
     over = {index for batch in together for index in batch.index}
     for index, run in enumerate(inputs.runs):
@@ -188,17 +192,21 @@ def _put(result: Attended, queries: slice, part: tuple[Tensor, Tensor | None]) -
 
 
 def _attend_rows(
-    q: Tensor, cache: Cache, rows: Rows, layer: LayerAttention, result: Attended, *, more: bool
-) -> Part | None:
-    """Attend with the rows to what is in pages, into the result; if more follows, return a state."""
+    q: Tensor, cache: Cache, rows: Rows, layer: LayerAttention, result: Attended, *, more: bool,
+    kept: Scratch | None = None,
+) -> Part | None:  # fmt: skip
+    """Attend with the rows to what is in pages, into the result; if more follows, return a state, which is
+    kept there if it is to be."""
     out = result.out[: rows.count]
     lse = None if result.lse is None else result.lse[: rows.count]
     if more:
-        out = torch.empty(out.shape, dtype=torch.float32, device=q.device)
+        shape, like = tuple(out.shape), torch.empty(0, dtype=torch.float32, device=q.device)
+        out = like.new_empty(shape) if kept is None else kept.of("out", shape, like)
         layer = layer if layer.sinks is None else replace(layer, sinks=None)
     kernels = _kernels(q)
     if more or (lse is None and layer.sinks is not None and kernels is None):
-        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
+        shape, like = tuple(out.shape[:2]), torch.empty(0, dtype=torch.float32, device=q.device)
+        lse = like.new_empty(shape) if kept is None else kept.of("lse", shape, like)
     if either := kernels or _native_kernels(q, cache, layer):
         either.paged_decode(q[: rows.count], cache, rows, layer, out=out, lse=lse)
     else:

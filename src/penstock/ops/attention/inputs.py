@@ -328,6 +328,19 @@ class Tiles(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LaterTiles:
+    """LaterTiles take what folds a layer's tiles into the rows of a step that is recorded: which tiles there
+    are is known when it is replayed.
+
+    fold: takes it, layer by layer.
+    scratch: where queries and states of rows lie until that is done, the same for all layers.
+    """
+
+    fold: Callable[[Callable[[ColdInputs, Tiles], None]], None]
+    scratch: Scratch
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """AttentionInputs say where a step's tokens are written and what they see.
 
@@ -338,8 +351,7 @@ class AttentionInputs:
     cold: KV outside the pages, if the step reads any.
     placed: one run instead of rows and runs.
     batches: those of the runs that may be attended to together.
-    later: takes what folds a layer's tiles into the rows, of a step that is recorded: which tiles there are
-        is known when it is replayed.
+    later: takes what a recorded step does about KV outside the pages.
     """
 
     blocks: Tensor
@@ -350,4 +362,4 @@ class AttentionInputs:
     cold: ColdInputs | None = None
     placed: PlacedRun | None = None
     batches: tuple[RunBatch, ...] = ()
-    later: Callable[[Callable[[ColdInputs, Tiles], None]], None] | None = None
+    later: LaterTiles | None = None
