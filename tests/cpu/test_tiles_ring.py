@@ -302,6 +302,18 @@ def test_every_kernel_sees_its_tile(
         assert world.ring.copied_bytes == size
 
 
+def test_few_views_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the newest visits, whatever tiles come."""
+    monkeypatch.setattr(tiles_of_kv, "_MOST_VIEWS", 5)
+    rng = np.random.default_rng(5)
+    with World(2) as world:
+        for _ in range(20):
+            world.step(random_tiles(rng), range(LAYOUT.layers))
+            assert 0 < len(world.ring._copied) <= 5
+            assert 0 < len(world.ring._lent) <= 5
+        assert world.right()
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_may_be_broken_off_at_any_tile(slots: int, seed: int) -> None:

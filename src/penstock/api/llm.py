@@ -272,8 +272,7 @@ class LLM:
         groups: list[SequenceGroup] = []
         try:
             groups.extend(self.driver.begin(ready, followed=False) for ready in list(prompts))
-            made = lambda: self.stats().output_tokens  # noqa: E731
-            with progress_bar(groups, made, shown=self._progress) as advance:
+            with progress_bar(groups, lambda: self.stats().output_tokens, shown=self._progress) as advance:
                 for group in groups:
                     while not group.done:
                         self.driver.step()

@@ -385,13 +385,13 @@ class InputBuilder:
     def _runs(self, shares: Sequence[Share], first: Ints) -> tuple[QueryRun, ...]:
         size = self._block_size
         found = [pair for pair in zip(first, shares, strict=True) if pair[1].kind is not ShareKind.DECODE]
+        if not found:
+            return ()
         spans = [(share.cold_start, share.start) if share.near else (0, share.stop) for _, share in found]
         rows = [
             self._table[share.row, begin // size : -(-end // size)]
             for (_, share), (begin, end) in zip(found, spans, strict=True)
         ]
-        if not found:
-            return ()
         flat, places = in_one(rows)
         sent = self._send(flat)
         return tuple(

@@ -84,7 +84,7 @@ _FEW = 4
 """Runs of a tile that are copied one by one: a strided copy of a run is faster than its blocks as pieces."""
 _MOST_VIEWS = 4096
 """Views of slots and of host memory that a ring keeps: a step's tiles are mostly those of the step before,
-and to make their views anew takes a tenth of the host's time."""
+and to make their views anew takes a host most of a visit, its copies apart."""
 
 
 @dataclass(frozen=True, slots=True)
