@@ -585,6 +585,19 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
         gc.enable()
 
 
+def test_a_program_that_is_cut_in_layers_foretells_no_expert() -> None:
+    """A piece that ends while one is on its way cannot be recorded."""
+    weights = Lent([])
+    experts = Mock(decided=True, foretells=lambda layer, most: layer + 1)
+    weights.standing = lambda *, shared=0: Mock(experts=experts)  # type: ignore[method-assign]
+    with patch("torch.cuda.CUDAGraph"):
+        for ahead, following in ((True, 1), (False, None)):
+            lent = Program(None, weights, ahead=ahead).experts  # type: ignore[arg-type]
+            assert lent.foretells(0, 8) == following
+            assert lent.decided
+            assert lent.parts is experts.parts
+
+
 def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:
     program = Mock()
     with opened("llama", max_step_tokens=40) as llm:
@@ -874,8 +887,8 @@ COLD = replace(ROW, start=9, cold_start=4, cold_stop=4, near=4)
         ([COLD], True),
         ([ROW, COLD, COLD], True),
         ([replace(COLD, new_blocks=(BlockId(1),), new_cold=HOST)], True),
-        ([COLD] * 4, True),
-        ([COLD] * 5, False),
+        ([COLD] * 8, True),
+        ([COLD] * 9, False),
         ([ROW] * 7, True),
         ([replace(COLD, new_blocks=(BlockId(1), BlockId(2)))], False),
         ([replace(COLD, cold_stop=12)], False),
@@ -894,4 +907,4 @@ def test_which_steps_of_rows_with_kv_beyond_the_device_are_replayed(
     """Up to so many rows, nothing of which leaves the pages meanwhile."""
     step = Mock(spec=spec_of("llama"), suits=lambda share: True, mixed=(32,), adapters=None)
     step.spec = spec_of("llama")
-    assert DecodeGraphs(step, Mock(), 7, 30, cold=True).fits(Plan((), tuple(shares))) == fits
+    assert DecodeGraphs(step, Mock(), 20, 30, cold=True).fits(Plan((), tuple(shares))) == fits

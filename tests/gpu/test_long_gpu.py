@@ -126,6 +126,19 @@ def test_long_in_half_precision() -> None:
         assert max(first) < 0.1, tile
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2_windows"])
+def test_recorded_steps_have_the_bits_of_others(name: str) -> None:
+    found = []
+    sizes = {"block_size": 8, "kv_blocks": 9, "kv_tile": 32, "max_step_tokens": 64, "host_kv_memory": "8MiB"}
+    for graphs in (True, False):
+        with LLM(tiny.checkpoint(name), dtype="bfloat16", graphs=graphs, **SETTINGS, **sizes) as llm:
+            recorded = llm.booted.engine._ranks.target.graphs
+            assert bool(recorded and recorded.cold) == graphs
+            found.append(llm.generate(prompts()[:1], ALL)[0])
+    assert found[0].tokens == found[1].tokens
+    assert found[0].logprobs == found[1].logprobs
+
+
 def test_memory_that_is_not_there_is_refused() -> None:
     with pytest.raises(BudgetError, match="host memory were asked for KV"):
         LLM(tiny.checkpoint("llama"), host_kv_memory="100TiB", **SETTINGS)

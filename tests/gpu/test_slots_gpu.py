@@ -20,12 +20,14 @@ from penstock.ops.kernels import pdl_launches
 from penstock.ops.slots import ExpertParts, Places
 from penstock.ops.triton import slots as triton_slots
 from penstock.ops.triton.slots import expert_step, fetch
+from penstock.step.plan import Plan
 from penstock.weights.streaming import snapshots
 from penstock.weights.streaming.experts import Experts
 from penstock.weights.streaming.residency import ExpertRoom, padded
 from penstock.weights.streaming.slots import SlotRule, SlotTable
 from penstock.weights.streaming.slotted import SlotExperts
 from penstock.weights.streaming.waits import StreamWaits
+from penstock.worker.graphs import DecodeGraphs
 from slot_chains import SlotChain
 from slot_oracle import Layer
 from streams import Gates, Store, layout
@@ -101,6 +103,31 @@ def test_tokens_are_those_of_experts_that_rest(
         asked = experts.counts(exact=True).asked
         assert asked > 0
         assert llm.memory.weights.copied > 0
+
+
+def test_kv_beyond_the_device_passes_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps are cut where it is folded in, while experts that are foretold would be on their way."""
+    path = tiny.checkpoint("qwen3_moe")
+    prompts = [[(7 * i + j) % 90 for j in range(count)] for i, count in enumerate((150, 90, 5))]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    settings = {"dtype": "float32", "max_length": 256, "cache": tmp_path, "max_sequences": 4, "block_size": 8}
+    with LLM(path, **settings) as llm:  # type: ignore[arg-type]
+        want = [one.tokens for one in llm.generate(prompts, params)]
+    replayed, run = [], DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, plan: Plan) -> object:
+        replayed.append(self._reads.cold is not None)
+        return run(self, plan)
+
+    leave_for_weights(monkeypatch, 0.85)
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    far = {"kv_blocks": 12, "kv_tile": 32, "host_kv_memory": "8MiB", "max_step_tokens": 64}
+    with LLM(path, **settings, **far) as llm:  # type: ignore[arg-type]
+        experts = llm.booted.weights.experts
+        assert isinstance(experts, SlotExperts)
+        assert experts._ahead
+        assert [one.tokens for one in llm.generate(prompts, params)] == want
+    assert sum(replayed) > 20
 
 
 # ---- the waits, one by one

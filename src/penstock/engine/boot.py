@@ -388,6 +388,10 @@ def _record(plan: BootPlan[LongRoom], runner: Runner, say: Say, role: ModelRole)
         prompts = f", prompts of up to {runs[0]} tokens, {len(runs)} of them"
         if mixed:
             prompts += f", and rows with prompts of up to {mixed[0]} tokens, {len(mixed)} of them"
+    if graphs.cold:
+        prompts = (
+            f", of up to {graphs.cold[0]} with KV beyond the device, {len(graphs.cold)} of them{prompts}"
+        )
     say(
         f"{whose}CUDA graphs: decode steps of 1 to {counts[0]} rows, {len(counts)} of them{prompts}, "
         f"recorded in {graphs.seconds:.2f} s, {format_size(graphs.bytes)}"

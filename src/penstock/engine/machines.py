@@ -25,7 +25,7 @@ from penstock.sched.rules import SchedulerLimits
 from penstock.step.plan import MOST_DRAFTED
 from penstock.weights.streaming.residency import padded
 from penstock.weights.streaming.ring import SKEW, StreamRates
-from penstock.worker.sizes import HEAD_ROWS, shared_bytes
+from penstock.worker.sizes import HEAD_ROWS, cold_bytes, shared_bytes
 
 BLOCK_SIZE = 32
 PROCESS = GROWTH + (1200 << 20)
@@ -195,7 +195,7 @@ def _outline_of(
     outline = Outline(
         settings, hardware, spec, shard, work.dtype, limits, not cuda, total, layouts, kv, far, draft, lora
     )
-    activations += far.device_bytes if far else 0
+    activations += far.device_bytes + cold_bytes(work.batch) if far else 0
     activations += outline.of_draft.beside if outline.of_draft else 0
     if may_share(outline) and not outline.may_rest:
         activations += shared_bytes(work.batch)

@@ -15,10 +15,14 @@ step is written before any is read. Where weights stream, the same kernels over 
 one by one, since bits must not depend on where weights rest, and the host has the time.
 
 A pass over weights that stream is recorded in pieces, between what is taken and what is released; a group
-lies at the same address in every pass. Whatever a pass must wait for on the host, such as which experts a
-router has chosen where these stream, cannot be recorded: `graph_blocker`. Experts that all rest on the device
-are found by a table, which lies where it lay when the step was recorded. Rows of state are named by the same
-row numbers, and that of padding is nobody's; those of sequences that begin are cleared before a replay.
+lies at the same address in every pass. So is a decode step of few rows of which some have KV beyond the
+device. It is cut in each layer, behind what rows attend to in their pages; the tiles that come are folded in
+there, launched one by one, since how many there are is known only then.
+
+Whatever a pass must wait for on the host, such as which experts a router has chosen where these stream,
+cannot be recorded: `graph_blocker`. Experts that all rest on the device are found by a table, which lies where
+it lay when the step was recorded. Rows of state are named by the same row numbers, and that of padding is
+nobody's; those of sequences that begin are cleared before a replay.
 """
 
 import gc
@@ -90,6 +94,11 @@ class DecodeGraphs:
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of rows, the largest first."""
         return self._counts
+
+    @property
+    def cold(self) -> tuple[int, ...]:
+        """Return the numbers of rows of steps in which some have KV beyond the device, the largest first."""
+        return self._cold_counts
 
     @property
     def runs(self) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def keep_idle(stream: torch.cuda.Stream) -> None:
     _IDLE.append(stream)
 
 
-class _InTime:
+class InTime:
     """Lends experts of which none is fetched ahead of its layer."""
 
     def __init__(self, experts: ExpertWeights) -> None:
@@ -68,7 +68,7 @@ class Program:
         whether experts may be fetched ahead, on a stream that no piece may end beside."""
         self._pool, self._weights, self._standing = pool, weights, weights.standing(shared=shared)
         experts = self._standing.experts
-        self.experts = experts if ahead or experts is None else _InTime(experts)
+        self.experts = experts if ahead or experts is None else InTime(experts)
         self._acts: list[Callable[[], object]] = []
         self._released: list[GroupId] = []
         """Since the last was taken: noted in the program before the next is."""

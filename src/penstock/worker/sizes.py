@@ -21,8 +21,9 @@ _RUNS = (512, 256, 128, 64, 32, 16)
 """Tokens of recorded runs. More of them keep a device busy for longer than the host needs."""
 _MIXED = (1024, 768, 512, 384, 256, 128, 64, 32)
 """Tokens of recorded steps of rows and short runs."""
-_COLD = (8, 4, 2, 1)
-"""Rows of recorded steps in which some have KV beyond the device."""
+_COLD = 8
+"""Most rows of recorded steps in which some have KV beyond the device: for more, the device needs longer than
+the host."""
 _MOST_PASSING = 64 << 20
 """Bytes of activations and block tables that such a step may take."""
 
@@ -121,8 +122,17 @@ def mixed_counts(spec: ModelSpec, dtype: str, most: int, blocks: int) -> tuple[i
 
 def cold_counts(most: int) -> tuple[int, ...]:
     """Return the numbers of rows for which steps are recorded where some have KV beyond the device, the
-    largest first. most: rows of a decode step."""
-    return tuple(count for count in _COLD if count <= most)
+    largest first: each is twice the next, or less. most: rows of a decode step."""
+    most = min(most, _COLD)
+    return tuple(sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True))
+
+
+def cold_bytes(rows: int) -> int:
+    """Return an upper bound of the bytes of recorded steps in which rows have KV beyond the device.
+
+    rows: of a decode step.
+    """
+    return len(cold_counts(rows)) * _GRAPH_BYTES
 
 
 def shared_counts(most: int) -> tuple[int, ...]:
@@ -162,7 +172,7 @@ def graph_bytes(
     passing += most * blocks * 4
     again = max((len(runs) + len(mixed)) * _GRAPH_BYTES, shared_bytes(rows) if shared else 0)
     beside = _STREAM_BYTES + len(row_counts(rows)) * _GRAPH_BYTES + again
-    beside += len(cold_counts(rows)) * _GRAPH_BYTES if cold else 0
+    beside += cold_bytes(rows) if cold else 0
     if lora is not None:
         beside += (len(row_counts(rows)) + len(runs)) * _GRAPH_BYTES
         passing += max(rows, *runs, 0) * 3 * lora.slots * (lora.rank * DTYPE_BYTES[dtype] + 1)

@@ -37,7 +37,8 @@ layer that had them before. What is foretold counts only for the very next decis
 same layer. It may still be coming when a pass ends or is broken off: then the compute stream waits for the
 link before the host decides or a recorded step begins; a place that the host writes to is foretold no more.
 A recorded step ends with its last layer, for which the link has nothing to do ahead; it is not cut between
-two layers, since nothing is foretold where other groups move.
+two layers, since nothing is foretold where other groups move, nor in a step that is cut for KV beyond the
+device (`recording.InTime`).
 
 `Experts` writes to the ring on a third stream: behind a mark on the compute stream that is left when the host
 takes over, so not before everything that the device decided is done. When the device takes over, the compute
