@@ -20,9 +20,9 @@ device. It is cut in each layer, behind what rows attend to in their pages; the 
 there, launched one by one, since how many there are is known only then.
 
 Whatever a pass must wait for on the host, such as which experts a router has chosen where these stream,
-cannot be recorded: `graph_blocker`. Experts that all rest on the device are found by a table, which lies where
-it lay when the step was recorded. Rows of state are named by the same row numbers, and that of padding is
-nobody's; those of sequences that begin are cleared before a replay.
+cannot be recorded: `graph_blocker`. Experts that all rest on the device are found by a table, which lies
+where it lay when the step was recorded. Rows of state are named by the same row numbers, and that of padding
+is nobody's; those of sequences that begin are cleared before a replay.
 """
 
 import gc
