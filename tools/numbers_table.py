@@ -117,7 +117,8 @@ def rows(results: Results) -> Iterator[Row]:
     yield from few_bits(with_newest(results["h200_few_bits"], two["2026-11-28, later"]["formats"]))
     yield from few_bits(results["h100_few_bits"])
     streamed_by_two = two["2026-11-28, the ring that is taken"]["stream"]
-    yield from two_devices(two["2026-11-28, later"] | {"stream": streamed_by_two})
+    far = two["2026-11-28, steps that read KV in host memory recorded"]["kv"]
+    yield from two_devices(two["2026-11-28, later"] | {"stream": streamed_by_two, "kv": far})
     served = results["h200_server_overhead"]["2026-11-28, 0.6B, 1,000 tokens, prompts recorded beside rows"]
     yield from server(served, "0.6B shape")
     yield from tiers(results["h200_prefix_tiers"])
@@ -321,6 +322,17 @@ def two_devices(whole: Json) -> Iterator[Row]:
         "1 GPU",
         sides[0],
         f"{rates[1] / rates[0]:.2f}",
+    )
+    one, two = (
+        many([1e3 * step for step in whole["kv"][f"{ranks} ranks"]["steps"]], millis(1)) for ranks in (1, 2)
+    )
+    yield Row(
+        "8B shape, decode, 64K tokens of KV in host memory, tensor parallel 2",
+        machine(whole["kv"]["environment"]),
+        two,
+        "1 GPU",
+        one,
+        f"{whole['kv']['by means: times as fast']:.2f}",
     )
 
 
