@@ -45,6 +45,7 @@ from penstock.ops.triton.few_bits_row import RowTuning
 FORMATS: Mapping[str, WeightFormat] = {
     "int4": Integers(checkpoint_group=128, packing=GPTQPacking()),
     "int4 with zeros": Integers(checkpoint_group=128, zeros=True, packing=GPTQPacking()),
+    "int4 by 64 with zeros": Integers(checkpoint_group=64, zeros=True, packing=GPTQPacking()),
     "int4 by 32": Integers(checkpoint_group=32, packing=GPTQPacking()),
     "int8": Integers(bits=8, checkpoint_group=128, packing=GPTQPacking()),
     "fp8": Float8(block=(128, 128)),
