@@ -57,6 +57,11 @@ FORMATS: Mapping[str, WeightFormat] = {
 KERNELS: Mapping[str, Any] = {"few_bits": few_bits, "blocks": blocks}
 Tuning = FewBitsTuning | RowTuning | MmaTuning | BlocksTuning
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
+MORE = {
+    "0.6B gate and up": (6144, 1024), "0.6B down": (1024, 3072), "14B qkv": (7168, 5120),
+    "70B qkv": (10240, 8192), "70B gate and up": (57344, 8192), "70B down": (8192, 28672),
+}  # fmt: skip
+"""Shapes on which nothing was tuned."""
 TINY = {"tiny": (64, 256)}
 AT_LEAST, MAX_ERROR = 1 << 30, 2e-2
 
@@ -131,7 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     need_commit(given.out)
-    shapes = TINY if given.tiny else {name: SHAPES[name] for name in given.shapes.split(",")}
+    shapes = TINY if given.tiny else {name: (SHAPES | MORE)[name] for name in given.shapes.split(",")}
     ceiling = 1.0 if given.tiny else read_ceiling()
     print(f"read alone {ceiling / 1e12:.2f} TB/s")
     found = list[dict[str, Any]]()

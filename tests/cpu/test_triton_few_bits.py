@@ -1,5 +1,6 @@
 """Products with matrices of few bits, interpreted on the CPU, against plain torch."""
 
+import itertools
 import os
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,10 +19,12 @@ from penstock.ops.matrix import Matrix
 from penstock.ops.triton import few_bits as kernels
 from penstock.ops.triton import warp_tiles
 from penstock.ops.triton.dequantise import look_up
-from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_rows, suits
+from penstock.ops.triton.few_bits import FewBitsTuning, dequantise, few_bits_tuning, few_rows, suits
 from penstock.ops.triton.few_bits_mma import MmaTuning
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
+from penstock.ops.triton.ptx import E2M1, E4M3, FOUR_BITS, INT4, INT8
 from penstock.ops.triton.warp_tiles import reads_rows
+from penstock.worker.decode_step import _COUNTERS
 from quantised import ALIKE, SCHEMES, matrix_of
 
 READ = [name for name in SCHEMES if "order" not in name and name != "packed_odd"]
@@ -45,6 +48,22 @@ def test_product(scheme: str, gated: bool) -> None:
             pytest.skip("a format that the kernel leaves alone")
         got = few_rows(x, few, bias, gated=gated, tuning=tuning).float()
         assert (got - want).abs().max() < 2e-2 * want.abs().max()
+
+
+@pytest.mark.parametrize("codes", [INT4, INT8, E2M1, E4M3])
+@pytest.mark.parametrize("fine", [False, True])
+def test_a_product_is_cut_into_what_a_device_has_room_for(codes: int, fine: bool) -> None:
+    """Of shapes of 0.6B to 405B: parts of a sum are worth a launch, and have shared counters."""
+    many, shared = 132, 232_448
+    shapes = [(6144, 1024), (1024, 3072), (6144, 4096), (28672, 4096), (4096, 14336), (106496, 16384)]
+    for rows, (outer, inner) in itertools.product((16, 32, 64), shapes):
+        cut = few_bits_tuning(rows, outer, inner, many, codes, shared, fine=fine)
+        tiles, bits = -(-outer // cut.cols), 4 if codes in FOUR_BITS else 8
+        assert cut.splits * 512 <= inner
+        assert cut.splits == 1 or tiles <= _COUNTERS
+        assert cut.stages * cut.step * (2 * rows + cut.cols * bits // 8) <= shared
+        # Most of the device has work, if there are rows enough.
+        assert 2 * tiles * cut.splits >= min(many, 2 * outer // 64)
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -39,11 +39,15 @@ from penstock.ops.triton.experts import shared_memory
 from penstock.ops.triton.few_bits_mma import MmaTuning, few_columns, mma_tuning
 from penstock.ops.triton.few_bits_row import RowTuning, one_row
 from penstock.ops.triton.pointwise import silu
-from penstock.ops.triton.ptx import less, pairs_of
+from penstock.ops.triton.ptx import INT4, less, pairs_of, unfolded
 from penstock.ops.triton.tuning import cdiv, multiprocessors, next_power_of_2
 from penstock.ops.triton.warp_tiles import reads_rows
 
 MOST_ROWS = 64
+_STEP = 128
+"""Columns at a time."""
+_LONG = 8192
+"""Columns of long rows."""
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])  # type: ignore[untyped-decorator]
@@ -86,6 +90,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
     LESS: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
+    FOLDED: tl.constexpr,
 ) -> None:
     """One of `splits` parts of the sums of COLS rows of the matrix; where GATED, these are COLS / 2 of the
     gate, each with its own of what is gated, `outer` further on.
@@ -169,6 +174,8 @@ def _few_rows(  # type: ignore[no-untyped-def]
                 acc += tl.load(base + one * (ROWS * COLS), cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
     if last:
+        if FOLDED != 1.0:
+            acc *= FOLDED
         kind = y.dtype.element_ty
         if SECOND == 1:
             acc *= tl.load(second + own)[:, None]
@@ -233,10 +240,10 @@ def few_rows(
         return one_row(x, weight, bias, gated=gated, out=out, tuning=tuning)
     y = torch.empty(rows, outer, dtype=x.dtype, device=x.device) if out is None else out
     padded = max(16, next_power_of_2(rows))
-    bits = 4 if kind.codes in FOUR_BITS else 8
     tuning = tuning or few_bits_tuning(
-        padded, height, inner, multiprocessors(x.device), bits, shared_memory(x.device)
-    )
+        padded, height, inner, multiprocessors(x.device), kind.codes, shared_memory(x.device),
+        fine=kind.group < min(_STEP, inner),
+    )  # fmt: skip
     words, scale = parts["codes"].view(torch.int32), parts["scale"]
     scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
     each = RUN_SCALES.get((kind.codes, kind.scales, kind.group)) if COMPILED else None
@@ -282,7 +289,7 @@ def few_rows(
         STAGES=tuning.stages,
         GROUP=group,
         KIND=kind.codes,
-        PLACES=32 // bits,
+        PLACES=8 if kind.codes in FOUR_BITS else 4,
         SCALES=kind.scales,
         RAW=raw,
         ZEROS=zero is not None,
@@ -296,6 +303,7 @@ def few_rows(
         LESS=less(kind.codes, half=half),
         PTX=ptx,
         REGISTERS=registers,
+        FOLDED=unfolded(kind.codes, kind.scales if raw and ptx else 0),
         num_warps=tuning.warps,
         **pdl_launch_options(early),
     )
@@ -313,18 +321,38 @@ def suits(x: Tensor, weight: Matrix) -> bool:
     return whole or (group & (group - 1) == 0 and group >= (32 if "zero" in weight.parts else 16))
 
 
-def few_bits_tuning(rows: int, outer: int, inner: int, many: int, bits: int, shared: int) -> FewBitsTuning:
+def few_bits_tuning(
+    rows: int, outer: int, inner: int, many: int, codes: int, shared: int, *, fine: bool
+) -> FewBitsTuning:
     """Return how a product is cut: the one place for constants.
 
     rows: 16, 32 or 64.
     outer: rows of the matrix, of `inner` columns each.
     many: multiprocessors.
-    bits: of a code.
+    codes: the kind of codes.
     shared: bytes of shared memory that a program may have.
+    fine: whether groups have fewer columns than a step.
     """
-    cols, step = 128 if rows > 16 and outer >= 64 * many else 64, 128
+    bits = 4 if codes in FOUR_BITS else 8
+    if fine and bits == 4 and (rows == 16 or inner >= _LONG):
+        return _fine_tuning(rows, outer, inner, many, codes)
+    cols = 128 if rows > 16 and outer >= 64 * many else 64
     # Long rows pay for parts of few sums.
-    programs = many * (4 if rows == 16 and inner >= 8192 else 2)
-    splits = max(1, min(8, programs // cdiv(outer, cols), inner // 1024))
-    each = step * (2 * rows + cols * bits // 8)
-    return FewBitsTuning(cols, step, splits, max(2, min(4 if rows == 16 else 3, shared * 4 // 5 // each)))
+    programs = many * (4 if rows == 16 and inner >= _LONG else 3)
+    splits = _splits(programs // cdiv(outer, cols), inner // 1024)
+    each = _STEP * (2 * rows + cols * bits // 8)
+    most = 4 if rows == 16 else 2 if fine and codes == INT4 and rows == 64 and cols == 128 else 3
+    return FewBitsTuning(cols, _STEP, splits, max(2, min(most, shared * 4 // 5 // each)))
+
+
+def _fine_tuning(rows: int, outer: int, inner: int, many: int, codes: int) -> FewBitsTuning:
+    """Return how a product is cut whose four-bit codes are multiplied by their scales one by one: by more
+    programs, of fewer steps under way."""
+    cols, least = (64, 1024) if codes == INT4 and rows == 16 else (128, 512)
+    splits = _splits(7 * many // cdiv(outer, cols), inner // least)
+    return FewBitsTuning(cols, _STEP, splits, 2 if rows == 64 else 3, 8 if rows > 16 else 4)
+
+
+def _splits(most: int, parts: int) -> int:
+    """Return the largest power of two up to both, from 1 to 8."""
+    return 1 << (max(1, min(8, most, parts)).bit_length() - 1)

@@ -41,14 +41,14 @@ from penstock.ops.triton.expert_columns import (
 from penstock.ops.triton.experts import ExpertTuning, place_of, shared_memory
 from penstock.ops.triton.few_bits_mma import MmaTuning
 from penstock.ops.triton.pointwise import in_turn
-from penstock.ops.triton.ptx import less, pairs_of
+from penstock.ops.triton.ptx import less, pairs_of, unfolded
 from penstock.ops.triton.tuning import cdiv
 from penstock.ops.triton.warp_tiles import reads_rows
 
 BLOCK = 16
 """Rows of a block where pairs are few."""
 _TUNINGS = (
-    (16, ExpertTuning(BLOCK, 128, 128, warps=8, stages=3, group=1)),
+    (16, ExpertTuning(BLOCK, 128, 128, warps=4, stages=3, group=1)),
     (64, ExpertTuning(64, 128, 128, warps=4, stages=3, group=4)),
     (None, ExpertTuning(128, 128, 128, warps=8, stages=3, group=8)),
 )
@@ -117,6 +117,7 @@ def _expert_products(  # type: ignore[no-untyped-def]
     LESS: tl.constexpr,
     PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
+    FOLDED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute COLS rows of a matrix for the pairs of one block: where GATED, COLS / 2 numbers of the
@@ -194,6 +195,8 @@ def _expert_products(  # type: ignore[no-untyped-def]
         some = tl.dot(operand, tl.trans(some.to(OPERAND)), input_precision="ieee")
         sums += some if SCALED else some * scale_of(t0, SCALES)[:, None]
         z0, z1, t0, t1, t2, t3 = next_z0, next_z1, next_t0, next_t1, next_t2, next_t3
+    if FOLDED != 1.0:
+        sums *= FOLDED
     if SECOND:
         more = tl.load(tl.load(entry + 2).to(tl.pointer_type(tl.float32)) + own)[:, None]
         sums = sums * more if SECOND == 1 else tl.div_rn(sums, more)
@@ -344,6 +347,7 @@ def _product(
         LESS=less(kind.codes, half=half),
         PTX=ptx,
         REGISTERS=registers,
+        FOLDED=unfolded(kind.codes, kind.scales if raw and ptx else 0),
         EARLY=uses_pdl(),
         num_warps=tuning.warps,
         **pdl_launch_options(uses_pdl()),

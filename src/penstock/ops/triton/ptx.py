@@ -16,9 +16,9 @@ FOUR_BITS = INT4, E2M1
 NUMBERS, EXPONENTS, EIGHTS = range(3)
 """Kinds of scales: floating-point numbers that Triton knows, E8M0, and float8_e4m3fn as bytes."""
 FOLDED = {EIGHTS: 16, EXPONENTS: 32}
-"""`products_of` makes products of four-bit floating-point codes smaller by these powers of two, by kinds of
-scales. All that float8_e4m3fn scales are multiplied with stays exact. So do products with E8M0 scales from
-2 ** -100 to 2 ** 33; with larger ones they are infinite."""
+"""`pairs_of` and `products_of` make products of four-bit floating-point codes smaller by these powers of two,
+by kinds of scales. All that float8_e4m3fn scales are multiplied with stays exact. So do products with E8M0
+scales from 2 ** -100 to 2 ** 33; with larger ones they are infinite."""
 NONE = "0x80008000"
 """-0 twice: what is added where nothing is."""
 
@@ -57,9 +57,11 @@ def pairs_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int) -> t
     `raw` all of them as bytes in one, float8_e4m3fn or E8M0 as `raw` says. What comes behind the words comes
     twice, since it comes with each word. All are pairs.
 
-    half: operands are float16, else bfloat16.
+    half: operands are float16, else bfloat16. Those of four-bit floating-point codes with `raw` are smaller
+    by the power of two in FOLDED.
     """
     pairs, four = _FLOAT16 if half else _BFLOAT16, kind in FOUR_BITS
+    folds = scaled and raw in FOLDED and kind == E2M1
     count = 8 if four else 4
     words, behind = (f"${count}", f"${count + 1}"), count + 2
     minus = [f"${behind}", f"${behind + 2}"] if zeros else ["", ""]
@@ -71,15 +73,23 @@ def pairs_of(kind: int, *, half: bool, zeros: bool, scaled: bool, raw: int) -> t
             f"prmt.b32 b, {words[0]}, {words[1]}, 0x7632;",
         ]
     for place in range(count):
-        quarter, into = place * 4 // count, "c" if scaled else f"${place}"
-        lines += _code(pairs, kind, place, into, minus[place * 2 // count], ("a", "b") if four else words)
-        if scaled:
-            if raw and place * 4 % count == 0:
-                lines += _raw_scale(f"${behind}", quarter, raw, four, "s", False, "u")
+        quarter, into = place * 4 // count, "c" if scaled and not folds else f"${place}"
+        if scaled and raw and place * 4 % count == 0:
+            lines += _raw_scale(f"${behind}", quarter, raw, four, "s", folds, "u")
+        lines += _code(
+            pairs, kind, place, into, minus[place * 2 // count], ("a", "b") if four else words,
+            "s" if folds else "",
+        )  # fmt: skip
+        if scaled and not folds:
             by = "s" if raw else f"${behind + 2 * quarter}"
             lines.append(pairs.fused(f"${place}", "c", by, NONE))
     registers = ["=r"] * count + ["r"] * (2 + 4 * zeros + (2 if raw else 8 * scaled))
     return "\n".join([*lines, "}"]), ",".join(registers)
+
+
+def unfolded(kind: int, raw: int) -> float:
+    """Return what sums of products are multiplied by, if scales come as `raw` says; see FOLDED."""
+    return 2.0 ** FOLDED[raw] if kind == E2M1 and raw in FOLDED else 1.0
 
 
 def less(kind: int, *, half: bool) -> float:

@@ -23,9 +23,9 @@ from triton.language.extra.cuda import gdc_wait
 from triton.runtime import driver
 
 from penstock.ops.triton.activation import activated
-from penstock.ops.triton.codes import COMPILED, E2M1, FOUR_BITS, RUN_SCALES, WHOLE, CodeKind, scale_of
+from penstock.ops.triton.codes import COMPILED, FOUR_BITS, RUN_SCALES, WHOLE, CodeKind, scale_of
 from penstock.ops.triton.fragments import warp_products
-from penstock.ops.triton.ptx import FOLDED, less, products_of
+from penstock.ops.triton.ptx import less, products_of, unfolded
 
 DEALT = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 """The compiler deals out the first axis of a tensor to lanes and the second to warps before Triton 3.7, which
@@ -363,7 +363,7 @@ def codes_options(
         "PTX": ptx,
         "REGISTERS": registers,
         "EVEN": inner % (8 * places) == 0,
-        "FOLDED": 2.0 ** FOLDED[kind.scales] if raw and kind.codes == E2M1.value else 1.0,
+        "FOLDED": unfolded(kind.codes, kind.scales if raw else 0),
     }
 
 
