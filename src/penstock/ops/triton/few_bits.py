@@ -333,15 +333,19 @@ def few_bits_tuning(
     shared: bytes of shared memory that a program may have.
     fine: whether groups have fewer columns than a step.
     """
-    bits = 4 if codes in FOUR_BITS else 8
-    if fine and bits == 4 and (rows == 16 or inner >= _LONG):
+    bits, covers = 4 if codes in FOUR_BITS else 8, outer >= 64 * many
+    long, some = inner >= _LONG, inner >= _LONG // 2
+    if fine and bits == 4 and some and (rows == 16 or (long and (rows == 32 or not covers))):
         return _fine_tuning(rows, outer, inner, many, codes)
-    cols = 128 if rows > 16 and outer >= 64 * many else 64
+    cols = 128 if rows > 16 and covers else 64
+    tiles, parts = cdiv(outer, cols), inner // 1024
     # Long rows pay for parts of few sums.
-    programs = many * (4 if rows == 16 and inner >= _LONG else 3)
-    splits = _splits(programs // cdiv(outer, cols), inner // 1024)
+    splits = max(1, min(8, many * (4 if rows == 16 and long else 2) // tiles, parts))
+    if cols == 64 and 4 * tiles <= 3 * many:
+        splits = max(splits, min(4, parts))
     each = _STEP * (2 * rows + cols * bits // 8)
-    most = 4 if rows == 16 else 2 if fine and codes == INT4 and rows == 64 and cols == 128 else 3
+    two = fine and codes == INT4 and rows == 64 and cols == 128 and not long
+    most = 4 if rows == 16 else 2 if two else 3
     return FewBitsTuning(cols, _STEP, splits, max(2, min(most, shared * 4 // 5 // each)))
 
 
@@ -349,10 +353,6 @@ def _fine_tuning(rows: int, outer: int, inner: int, many: int, codes: int) -> Fe
     """Return how a product is cut whose four-bit codes are multiplied by their scales one by one: by more
     programs, of fewer steps under way."""
     cols, least = (64, 1024) if codes == INT4 and rows == 16 else (128, 512)
-    splits = _splits(7 * many // cdiv(outer, cols), inner // least)
+    most = max(1, min(8, 7 * many // cdiv(outer, cols), inner // least))
+    splits = 1 << (most.bit_length() - 1)
     return FewBitsTuning(cols, _STEP, splits, 2 if rows == 64 else 3, 8 if rows > 16 else 4)
-
-
-def _splits(most: int, parts: int) -> int:
-    """Return the largest power of two up to both, from 1 to 8."""
-    return 1 << (max(1, min(8, most, parts)).bit_length() - 1)
