@@ -36,6 +36,9 @@ SETTINGS = {
 }
 FAMILIES = ["llama", "llama_dynamic", "qwen2_windows", "qwen3", "qwen3_moe", "gpt_oss", "glm4_moe"]
 
+WAYS = ((False, None), (True, None), (True, 1))
+"""Whether steps run ahead, and what draws when speculation rests; see `always`."""
+
 BRIEF = 14
 """Tokens of an output at most where an engine has several ranks or little room, which is as ever in each
 step."""
@@ -297,11 +300,11 @@ def test_a_model_with_state_takes_no_drafts(tmp_path: Path) -> None:
 )
 def test_a_draft_model_changes_no_token(more: dict[str, object]) -> None:
     """One that is nearly the model itself draws nearly as the model does, also at temperature 1."""
-    most = BRIEF if "tensor_parallel" in more else 24
-    asked = wanted(most)
-    plain = plainly("llama", most)
+    asked = wanted(24)
+    plain = plainly("llama", 24)
     draft = near("llama", 0.02)
-    for ahead, restless in ((False, None), (True, None), (True, 1))[2 if len(more) > 3 else 0 :]:
+    ranks, tiers = "tensor_parallel" in more, "host_kv_memory" in more
+    for ahead, restless in WAYS[-1:] if ranks and tiers else WAYS:
         drafter = Adversary({}, tiny.VOCAB, kinds="n")
         with patch.object(Runner, "ahead", ahead), always(drafter, restless):
             found = answers("llama", asked, speculate=str(draft), **more)
