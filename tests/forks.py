@@ -251,7 +251,9 @@ def _stem(environment: Mapping[str, str], more: tuple[str, ...] = ()) -> _Stem:
         if _AT_IMPORT in environment:
             looked[_AT_IMPORT] = environment[_AT_IMPORT]
         # What penstock needs may lie elsewhere, where this process has found it.
-        looked[_PATH] = os.pathsep.join(filter(None, [_ours(environment), os.environ.get(_PATH)]))
+        # So may tests' own modules, which only who compiles has imported.
+        tests = os.path.dirname(os.path.abspath(__file__)) if more == CompilerPopen.imported else None
+        looked[_PATH] = os.pathsep.join(filter(None, [_ours(environment), os.environ.get(_PATH), tests]))
     kind = (*sorted(looked.items()), more)
     stem = _stems.get(kind)
     if stem is None or not stem.alive:
