@@ -21,7 +21,7 @@ import torch
 import heads
 import mtps
 import tiny
-from cpu.test_draft_heads import NOBODY, VARIANTS, Reference, accepted, asked_of, watched
+from cpu.test_draft_heads import EVERY_WAY, NOBODY, VARIANTS, Reference, accepted, asked_of, watched
 from cpu.test_mtp import Reference as MtpReference
 from cpu.test_plan import json_of
 from cpu.test_run_ahead import alike
@@ -47,8 +47,6 @@ from penstock.worker.rank import Leader
 from penstock.worker.runner import Runner
 
 TWO = {"tensor_parallel": 2}
-EVERY_WAY = ("llama", "qwen3_moe")
-"""Families that are tried in each of WAYS; the others are in the last."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
