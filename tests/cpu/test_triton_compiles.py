@@ -319,7 +319,9 @@ def test_an_interrupt_leaves_nothing_of_noting_in_effect(tmp_path: Path) -> None
 def test_the_kernels_of_a_rehearsal_are_those_of_a_models_steps(model: str, tmp_path: Path) -> None:
     """As Triton tells kernels apart: each is noted once, as it is launched; a whole model needs no others."""
     pytest.importorskip("triton.backends.nvidia")
-    noted, same, fewer, missing = _run("-c", "import sys, pretending; pretending.main(sys.argv[1])", model, cache=tmp_path).split(maxsplit=3)
+    noted, same, fewer, missing = _run(
+        "-c", "import sys, pretending; pretending.main(sys.argv[1])", model, cache=tmp_path
+    ).split(maxsplit=3)
     assert (int(noted) > 25, same, fewer, missing.strip()) == (True, "True", "True", "[]")
 
 
