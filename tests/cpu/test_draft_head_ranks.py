@@ -21,11 +21,22 @@ import torch
 import heads
 import mtps
 import tiny
-from cpu.test_draft_heads import EVERY_WAY, NOBODY, VARIANTS, Reference, accepted, asked_of, watched
+from cpu.test_draft_heads import NOBODY, VARIANTS, Reference, accepted, asked_of, watched
 from cpu.test_mtp import Reference as MtpReference
 from cpu.test_plan import json_of
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import BRIEF, FAMILIES, SETTINGS, WAYS, always, answers, formed, plainly, wanted
+from cpu.test_speculation import (
+    BRIEF,
+    EVERY_WAY,
+    FAMILIES,
+    SETTINGS,
+    WAYS,
+    always,
+    answers,
+    formed,
+    plainly,
+    wanted,
+)
 from cpu.test_tensor_parallel import children
 from penstock import LLM, Completion
 from penstock.base.config import SHIPPED_MODEL, Config

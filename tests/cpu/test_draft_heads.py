@@ -18,7 +18,7 @@ import tiny
 from cpu.test_ahead_hostile import played
 from cpu.test_plan import json_of, text_of
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import BRIEF, FAMILIES, SETTINGS, WAYS, always, answers, plainly, wanted
+from cpu.test_speculation import BRIEF, EVERY_WAY, FAMILIES, SETTINGS, WAYS, always, answers, plainly, wanted
 from drafters import Adversary
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.families import TensorNames
@@ -50,8 +50,6 @@ from penstock.worker.sampler import Sampler
 
 NOBODY = Adversary({}, tiny.VOCAB, kinds="n")
 """Drafts nothing, so that all drafts are the head's."""
-EVERY_WAY = ("llama", "qwen3_moe")
-"""Families that are tried in each of WAYS; the others are in the last."""
 
 
 @dataclass(frozen=True)
