@@ -620,9 +620,14 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
                     CASES[case]()
 
 
-if __name__ == "__main__":
-    given = [one for one in sys.argv[1:] if one not in ("--early", "--ptx")]
+def tell(words: Sequence[str]) -> None:
+    """What the words ask for."""
+    names = [one for one in words if one not in ("--early", "--ptx")]
     with ExitStack() as as_asked:
-        if "--ptx" in sys.argv:  # What is shown is no more than that.
+        if "--ptx" in words:  # What is shown is no more than that.
             as_asked.enter_context(patch.object(CUDABackend, "make_cubin", lambda *_: b""))
-        main(int(given[0]), given[1:], early_only="--early" in sys.argv)
+        main(int(names[0]), names[1:], early_only="--early" in words)
+
+
+if __name__ == "__main__":
+    tell(sys.argv[1:])

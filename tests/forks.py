@@ -68,6 +68,8 @@ _OURS: tuple[str, ...] = (
     "penstock.cli.commands.serve",
     "penstock.server.run",
 )
+_AT_IMPORT = "TRITON_INTERPRET"
+"""What Triton looks at when it is imported."""
 _PATH = "PYTHONPATH"
 """Of these the one that changes nothing but where modules are looked for, which is seen to in the new
 process."""
@@ -83,7 +85,7 @@ class _Stem:
         near, far = socket.socketpair()
         with far:
             # What has more is forked itself, from what has less.
-            less = _Real if not more else Popen if more == LoadedPopen.imported else LoadedPopen
+            less = _Real if not more else LoadedPopen if more == FollowerPopen.imported else Popen
             how = ["-c", _AS_A_FILE] if more else [__file__]
             command = [sys.executable, *how, str(far.fileno()), *more]
             self._process = less(command, env=environment, pass_fds=(far.fileno(),), stdin=subprocess.DEVNULL)
@@ -194,6 +196,12 @@ class FollowerPopen(LoadedPopen):
     imported = (*_OURS, "hypothesis", "pytest", "torch.testing", "transformers.modeling_utils")
 
 
+class CompilerPopen(Popen):
+    """The same of a process in which Triton compiles kernels, and does not interpret them."""
+
+    imported = ("compiling", "pretending")
+
+
 def run(
     command: Sequence[str], popen: type[Popen] = Popen, **more: Any
 ) -> "subprocess.CompletedProcess[Any]":
@@ -240,12 +248,20 @@ def _stem(environment: Mapping[str, str], more: tuple[str, ...] = ()) -> _Stem:
         name: value for name, value in environment.items() if name.startswith(_AT_START) and name != _PATH
     }
     if more:
+        if _AT_IMPORT in environment:
+            looked[_AT_IMPORT] = environment[_AT_IMPORT]
         # What penstock needs may lie elsewhere, where this process has found it.
-        looked[_PATH] = os.pathsep.join(filter(None, [_ours(environment), os.environ.get(_PATH)]))
+        # So may tests' own modules, which only who compiles has imported.
+        tests = os.path.dirname(os.path.abspath(__file__)) if more == CompilerPopen.imported else None
+        looked[_PATH] = os.pathsep.join(filter(None, [_ours(environment), os.environ.get(_PATH), tests]))
     kind = (*sorted(looked.items()), more)
     stem = _stems.get(kind)
     if stem is None or not stem.alive:
-        rest = {name: value for name, value in os.environ.items() if not name.startswith(_AT_START)}
+        rest = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_AT_START) and (name != _AT_IMPORT or not more)
+        }
         stem = _stems[kind] = _Stem(rest | looked, more)
     return stem
 

@@ -49,6 +49,7 @@ def install() -> None:
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, number_once
     interpreter._patch_attr = _called_at_once
+    _hold_less(interpreter, language)
     _shift_alone(interpreter, language)
     _wrap_less()
 
@@ -92,12 +93,77 @@ def _tiny(words: Any) -> bool:
     return bool(((size < 0x800000) & (size > 0)).any())
 
 
+def _hold_less(interpreter: Any, language: Any) -> None:
+    """What a value holds is seen to be no wider than its type by its size alone."""
+    handle, validate = interpreter.TensorHandle, interpreter._validate_np_data_size
+    check, number = handle.__post_init__, interpreter._get_np_dtype
+
+    def hold(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1 and (dtype.is_ptr() or 8 * data.itemsize > dtype.primitive_bitwidth):
+            check(self)
+
+    def compute(self: Any, one: Any, other: Any, operate: Any) -> Any:
+        found, kind = operate(one.data, other.data), one.dtype.scalar
+        return handle(found if validate(found, kind) else found.astype(number(kind)), kind)
+
+    handle.__init__ = hold
+    interpreter.InterpreterBuilder.binary_op = compute
+
+
+def _broadcast_at_once(core: Any) -> Any:
+    """What two operands become that have a shape, or of which one has: the same as by Triton's own steps."""
+    import numpy
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    by_steps, handle = TritonSemantic.broadcast_impl_value, interpreter.TensorHandle
+    both = dict[tuple[int, int], tuple[list[int], list[bool]] | None]()  # By shapes, which are kept.
+
+    def common(one: Any, other: Any) -> tuple[list[int], list[bool]] | None:
+        """The shape of both, and which of them has another; None where Triton takes more steps."""
+        key = id(one.shape), id(other.shape)
+        if key not in both:
+            mine, its = list(one.type.shape), list(other.type.shape)
+            fit = len(mine) == len(its) and all(a == b or 1 in (a, b) for a, b in zip(mine, its, strict=True))
+            shape = list(map(max, mine, its))
+            both[key] = (shape, [shape != mine, shape != its]) if fit else None
+        return both[key]
+
+    def spread(self: Any, one: Any, shape: list[int]) -> Any:
+        data = numpy.broadcast_to(one.handle.data, shape)
+        return self.tensor(handle(data, one.handle.dtype.scalar), core.block_type(one.type.scalar, shape))
+
+    def filled(self: Any, one: Any, like: Any) -> Any:
+        kind, its = like.type.with_element_ty(one.type.scalar), one.handle.dtype
+        data = numpy.full(kind.shape.values, one.handle.data, dtype=interpreter._get_np_dtype(its))
+        return self.tensor(handle(data, its.scalar), kind)
+
+    def broadcast(self: Any, one: Any, other: Any) -> tuple[Any, Any]:
+        mine, its = one.type.is_block(), other.type.is_block()
+        if mine and its:
+            if (found := common(one, other)) is not None:
+                shape, changes = found
+                one, other = (
+                    spread(self, each, shape) if change else each
+                    for each, change in zip((one, other), changes, strict=True)
+                )
+                return one, other
+        elif mine and not other.handle.dtype.is_block():
+            return one, filled(self, other, one)
+        elif its and not one.handle.dtype.is_block():
+            return filled(self, one, other), other
+        return by_steps(self, one, other)  # type: ignore[no-any-return]
+
+    return broadcast
+
+
 def _wrap_less() -> None:
     from triton import language
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
-    overflow, broadcast = TritonSemantic.binary_op_sanitize_overflow_impl, TritonSemantic.broadcast_impl_value
+    overflow, broadcast = TritonSemantic.binary_op_sanitize_overflow_impl, _broadcast_at_once(core)
     block, with_element = core.block_type.__init__, core.block_type.with_element_ty
     unwrap, alike = core._unwrap_if_constexpr, core.dtype.__eq__
     shapes, blocks = dict[tuple[int, ...], tuple[Any, Any]](), dict[tuple[Any, ...], tuple[Any, ...]]()

@@ -212,8 +212,14 @@ def requested(name: str) -> set[Key]:
     return kernels
 
 
-if __name__ == "__main__":
+def main(name: str) -> None:
+    """How many kernels are noted, whether those are launched, whether fewer are without recording, and which
+    a whole model launches besides."""
     with pretended():
-        noted_, launched_ = rehearsed(sys.argv[1], recorded=True)
-        eager, _ = rehearsed(sys.argv[1], recorded=False)
-        print(len(noted_), noted_ == launched_, eager < noted_, sorted(requested(sys.argv[1]) - eager))
+        noted_, launched_ = rehearsed(name, recorded=True)
+        eager, _ = rehearsed(name, recorded=False)
+        print(len(noted_), noted_ == launched_, eager < noted_, sorted(requested(name) - eager))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

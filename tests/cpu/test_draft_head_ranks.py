@@ -25,7 +25,18 @@ from cpu.test_draft_heads import NOBODY, VARIANTS, Reference, accepted, asked_of
 from cpu.test_mtp import Reference as MtpReference
 from cpu.test_plan import json_of
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import BRIEF, FAMILIES, SETTINGS, always, answers, formed, plainly, wanted
+from cpu.test_speculation import (
+    BRIEF,
+    EVERY_WAY,
+    FAMILIES,
+    SETTINGS,
+    WAYS,
+    always,
+    answers,
+    formed,
+    plainly,
+    wanted,
+)
 from cpu.test_tensor_parallel import children
 from penstock import LLM, Completion
 from penstock.base.config import SHIPPED_MODEL, Config
@@ -56,7 +67,7 @@ def test_a_head_changes_no_token(name: str, tmp_path: Path) -> None:
     plain = plainly(name, BRIEF)
     few = {"num_attention_heads": 1, "num_key_value_heads": 1} if name == "llama" else {}
     head = heads.random_head(tmp_path / "head", name, nested=name == "qwen3", **few)
-    for ahead, restless in ((False, None), (True, None), (True, 1)):
+    for ahead, restless in WAYS if name in EVERY_WAY else WAYS[-1:]:
         with patch.object(Runner, "ahead", ahead), always(NOBODY, restless):
             found = answers(name, asked, speculate=str(head), **TWO)
         alike(found, plain, 1e-4)
@@ -124,7 +135,7 @@ def test_nor_where_room_is_short(more: dict[str, object], tmp_path: Path) -> Non
     head = heads.random_head(tmp_path / "head", "llama")
     reference = Reference(tiny.checkpoint("llama"), head)
     greedy = [(prompt, params) for (prompt, _), params in zip(asked[:6], asked_of(asked[:6], 8), strict=True)]
-    for ahead, restless in ((False, None), (True, 2)):
+    for ahead, restless in WAYS[::2] if "host_kv_memory" in more else WAYS[-1:]:
         with patch.object(Runner, "ahead", ahead), always(NOBODY, restless):
             found = answers("llama", asked, speculate=str(head), **TWO, **more)
         alike(found, plain, 1e-4)

@@ -18,7 +18,7 @@ import tiny
 from cpu.test_ahead_hostile import played
 from cpu.test_plan import json_of, text_of
 from cpu.test_run_ahead import alike
-from cpu.test_speculation import BRIEF, FAMILIES, SETTINGS, always, answers, plainly, wanted
+from cpu.test_speculation import BRIEF, EVERY_WAY, FAMILIES, SETTINGS, WAYS, always, answers, plainly, wanted
 from drafters import Adversary
 from penstock import LLM, Completion, SamplingParams
 from penstock.arch.families import TensorNames
@@ -250,7 +250,7 @@ def test_a_head_changes_no_token(name: str, tmp_path: Path) -> None:
     asked = wanted()
     plain = plainly(name)
     head = heads.random_head(tmp_path / "head", name, nested=name == "qwen3")
-    for ahead, restless in ((False, None), (True, None), (True, 1)):
+    for ahead, restless in WAYS if name in EVERY_WAY else WAYS[-1:]:
         with patch.object(Runner, "ahead", ahead), always(NOBODY, restless):
             found = answers(name, asked, speculate=str(head))
         alike(found, plain, 1e-4)

@@ -19,6 +19,7 @@ from cpu.test_speculation import (
     BRIEF,
     FAMILIES,
     SETTINGS,
+    WAYS,
     always,
     answers,
     formed,
@@ -192,7 +193,7 @@ def of_trees(nodes: int, restless: int | None = None) -> Iterator[None]:
 )
 def test_a_draft_models_trees_change_no_token(more: dict[str, object]) -> None:
     plain, draft = plainly("llama", BRIEF), near("llama", 0.05)
-    for ahead, restless in ((False, None), (True, None), (True, 1)):
+    for ahead, restless in WAYS[-1:] if "kv_blocks" in more else WAYS:
         with patch.object(Runner, "ahead", ahead), of_trees(14, restless), counted() as counts:
             found = answers("llama", wanted(BRIEF), speculate=str(draft), **more)
         alike(found, plain, 1e-4)

@@ -1578,6 +1578,7 @@ def test_killed_at_any_time_it_is_whole(tmp_path: Path) -> None:
             )
             while lines and (not log.exists() or len(log.read_bytes().splitlines()) < lines):
                 assert time.monotonic() < late, "a child does nothing"
+                time.sleep(0.001)
             time.sleep(rng.uniform(0, 0.02))
             os.kill(child, signal.SIGKILL)
             print(file=zygote.stdin, flush=True)

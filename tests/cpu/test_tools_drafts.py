@@ -27,7 +27,7 @@ OPENINGS = ("Once upon a time", "Tom had a red ball.", "The little fox was hungr
 HEATS = 0, 1.0
 SETTINGS = {"device": "cpu", "dtype": "float32", "max_length": 128, "check": True, "max_sequences": 8}
 ASKED = [
-    (opening, SamplingParams(temperature=heat, seed=seed, max_tokens=40, ignore_eos=True))
+    (opening, SamplingParams(temperature=heat, seed=seed, max_tokens=24, ignore_eos=True))
     for heat in HEATS
     for seed, opening in enumerate(OPENINGS)
 ]
@@ -62,8 +62,11 @@ def tokens_a_pass(draft: Path) -> list[float]:
 
 @pytest.mark.parametrize("tool", [train_head, train_sibling], ids=["head", "sibling"])
 def test_what_was_trained_for_seconds_drafts(tool: object, tmp_path: Path) -> None:
-    small = ["--rows", "60", "--own", "1", "--batch", "3", "--length", "48", "--threads", "1"]
-    steps = {train_head: ["40", "--depth", "2"], train_sibling: ["60"]}[tool]
+    small = ["--rows", "60", "--own", "1", "--threads", "1"]
+    steps = {
+        train_head: ["40", "--depth", "2", "--batch", "2", "--length", "48"],
+        train_sibling: ["60", "--batch", "3", "--length", "32"],
+    }[tool]
     tool.main([*small, "--out", str(tmp_path / "draft"), "--steps", *steps])  # type: ignore[attr-defined]
     greedy, drawn = tokens_a_pass(tmp_path / "draft")
     assert greedy > 1.15

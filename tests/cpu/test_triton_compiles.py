@@ -56,6 +56,7 @@ EARLY = (
 """Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a
 kernel does besides is all that it has of its own: as it is otherwise, it is compiled only if all is to be
 tested."""
+COMPILING = "import sys, compiling; compiling.tell(sys.argv[1:])"
 EVERYTHING = [(capability, ()) for capability in (80, 86, 89, 90, 100, 120)]
 
 
@@ -68,7 +69,7 @@ def test_every_kernel_compiles_for_it_and_fits(
 ) -> None:
     pytest.importorskip("triton.backends.nvidia")
     early = ["--early"] if cases == EARLY else []
-    output = _run("-m", "compiling", *early, str(capability), *cases, cache=tmp_path)
+    output = _run("-c", COMPILING, *early, str(capability), *cases, cache=tmp_path)
     most, *kernels = map(json.loads, output.splitlines())
     assert len(kernels) >= 2 * len(cases or LARGE + FEW_BITS + BLOCKS)
     assert not cases or {kernel["case"] for kernel in kernels} == set(cases)
@@ -87,7 +88,7 @@ def test_what_begins_early_waits_on_every_way_before_it_writes_and_before_it_end
     pytest.importorskip("triton.backends.nvidia")
     few = "few bits experts, few tokens", "few bits experts that come"
     cases = "slots, few", "routers, few", "experts, few", *few
-    output = _run("-m", "compiling", "--early", "--ptx", "90", *cases, cache=tmp_path)
+    output = _run("-c", COMPILING, "--early", "--ptx", "90", *cases, cache=tmp_path)
     kernels = list(map(json.loads, output.splitlines()))[1:]
     early = [(one["kernel"], set(one["before"])) for one in kernels if "before" in one]
     products = [before for name, before in early if name == "_expert_columns"]
@@ -107,7 +108,7 @@ def test_adapters_begin_beside_a_product_that_has_waited(tmp_path: Path) -> None
     programs waits, behind all that they write, for the end of that product."""
     pytest.importorskip("triton.backends.nvidia")
     cases = "adapters beside one row", "adapters beside few rows"
-    output = _run("-m", "compiling", "--early", "--ptx", "90", *cases, cache=tmp_path)
+    output = _run("-c", COMPILING, "--early", "--ptx", "90", *cases, cache=tmp_path)
     kernels = list(map(json.loads, output.splitlines()))[1:]
     assert [one["kernel"] for one in kernels] == [
         *("_one_row", "_shrink", "_expand_gated"),
@@ -175,7 +176,7 @@ def test_what_changes_in_place_waits_until_all_threads_have_read_it(tmp_path: Pa
         "merge", "fold, one", "fold, some", "pointwise, one head", "pointwise, half of a head",
         "sums, narrow", "slots, some", "adapters, float32",
     )  # fmt: skip
-    output = _run("-m", "compiling", "--ptx", "89", *cases, cache=tmp_path)
+    output = _run("-c", COMPILING, "--ptx", "89", *cases, cache=tmp_path)
     kernels = list(map(json.loads, output.splitlines()))[1:]
     changing = ("_merge", "_fold", "_rope", "_project", "_norm_together", "_expert_step", "_expand")
     assert {kernel["kernel"] for kernel in kernels} >= set(changing)
@@ -207,7 +208,7 @@ for name in sorted(functions, reverse=sys.argv[1] == "reverse"):
 
 def test_what_kernels_are_called_does_not_depend_on_which_is_launched_first(tmp_path: Path) -> None:
     """Else a later process would not find in the cache what an earlier one has compiled."""
-    one, other = (_run("-c", NAMES, order, cache=tmp_path).splitlines() for order in ("forward", "reverse"))
+    one, other = (_named(NAMES, order, cache=tmp_path) for order in ("forward", "reverse"))
     assert len(one) > 40
     assert one == other[::-1]
 
@@ -231,11 +232,9 @@ print(triton_kernels("sampling").draw_tokens.cache_key)
 
 
 def test_kernels_are_named_anew_where_naming_them_was_interrupted(tmp_path: Path) -> None:
-    names = _run("-c", NAMES, "forward", cache=tmp_path).splitlines()
-    assert (
-        f"penstock.ops.triton.sampling.draw_tokens {_run('-c', INTERRUPTED, cache=tmp_path).splitlines()[1]}"
-        in names
-    )
+    names = _named(NAMES, "forward", cache=tmp_path)
+    _, name = _named(INTERRUPTED, cache=tmp_path)
+    assert f"penstock.ops.triton.sampling.draw_tokens {name}" in names
 
 
 NOTED = """
@@ -320,14 +319,21 @@ def test_an_interrupt_leaves_nothing_of_noting_in_effect(tmp_path: Path) -> None
 def test_the_kernels_of_a_rehearsal_are_those_of_a_models_steps(model: str, tmp_path: Path) -> None:
     """As Triton tells kernels apart: each is noted once, as it is launched; a whole model needs no others."""
     pytest.importorskip("triton.backends.nvidia")
-    noted, same, fewer, missing = _run("-m", "pretending", model, cache=tmp_path).split(maxsplit=3)
+    noted, same, fewer, missing = _run(
+        "-c", "import sys, pretending; pretending.main(sys.argv[1])", model, cache=tmp_path
+    ).split(maxsplit=3)
     assert (int(noted) > 25, same, fewer, missing.strip()) == (True, "True", "True", "[]")
 
 
-def _run(*arguments: str, cache: Path) -> str:
+def _named(script: str, *words: str, cache: Path) -> list[str]:
+    """Lines that a process prints in which nothing was imported before."""
+    return _run("-c", script, *words, cache=cache, popen=forks.Popen).splitlines()
+
+
+def _run(*arguments: str, cache: Path, popen: type[forks.Popen] = forks.CompilerPopen) -> str:
     """What a Python process prints in which kernels are compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
-    result = forks.run([sys.executable, *arguments], env=environment, text=True)
+    result = forks.run([sys.executable, *arguments], popen, env=environment, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
