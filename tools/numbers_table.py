@@ -114,8 +114,11 @@ def rows(results: Results) -> Iterator[Row]:
     yield from beside_llama_cpp(results["cpu_llama_cpp"])
     yield from resident(results)
     two = results["h200_tensor_parallel"]
-    yield from few_bits(with_newest(results["h200_few_bits"], two["2026-11-28, later"]["formats"]))
-    yield from few_bits(results["h100_few_bits"])
+    for kept in ("h200_few_bits", "h100_few_bits"):
+        yield from few_bits(results[kept])
+    yield from few_bits(
+        results["h200_few_bits_cuts"] | {"bench": results["h200_few_bits_cuts"]["decode"]["now"]}
+    )
     streamed_by_two = two["2026-11-28, the ring that is taken"]["stream"]
     far = two["2026-11-28, steps that read KV in host memory recorded"]["kv"]
     yield from two_devices(two["2026-11-28, later"] | {"stream": streamed_by_two, "kv": far})
@@ -259,23 +262,14 @@ def beside_llama_cpp(whole: Json) -> Iterator[Row]:
             yield Row(work, where, ours, "llama.cpp", theirs, f"{medians[0] / medians[1]:.2f}")
 
 
-def with_newest(whole: Json, newer: Json) -> Json:
-    """Return results of few bits, in which decode that was measured again on one device is as it is now."""
-
-    def key(one: Json) -> tuple[object, ...]:
-        return one["bench"], one["model"], one["format"], one["batch"], one["context"]
-
-    found = {key(one): one for name, one in newer.items() if name.endswith(", 1 ranks")}
-    return whole | {"bench": [found.get(key(one), one) for one in whole["bench"]]}
-
-
 def few_bits(whole: Json) -> Iterator[Row]:
     """Decode, a prompt beside bfloat16, and layers that stream; the last two in int4."""
     where = machine(whole["environment"], 1)
-    dense = next(one for one in whole["bench"] if one["bench"] == "prefill" and not one["format"])
+    dense = next((one for one in whole["bench"] if one["bench"] == "prefill" and not one["format"]), None)
     for one in whole["bench"]:
         ours = times(one["ms"], millis(2 if one["ms"]["median"] < 100 else 0))
-        work = f"{one['model']} shape, {one['format']}, "
+        # Reports of before named no group; these had 128 columns.
+        work = f"{one['model']} shape, {'int4:128' if one['format'] == 'int4' else one['format']}, "
         if one["streaming"]:
             link = one["streaming"]["copied_per_pass"] / one["streaming"]["link_ceiling"] * 1e3
             work += "device 16 GiB, rest in host memory, decode, batch 1"
@@ -283,7 +277,7 @@ def few_bits(whole: Json) -> Iterator[Row]:
         elif one["bench"] == "decode":
             work += f"decode, batch {one['batch']}, {length(one['context'])} of context"
             beside = "memory bound", Value(f"{one['bound']['ms']:.2f} ms"), f"{one['of_bound']:.2f}"
-        elif one["format"]:
+        elif one["format"] and dense:
             work += f"prompt of {length(one['context'])}"
             theirs = times(dense["ms"], millis(0))
             beside = "bfloat16", theirs, f"{dense['ms']['median'] / one['ms']['median']:.2f}"

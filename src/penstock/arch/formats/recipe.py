@@ -188,3 +188,13 @@ def name_of(format: WeightFormat) -> str:
         few = [one.name for _, one in format.rules if not isinstance(one, Dense)]
         return "+".join(dict.fromkeys(few))
     return format.name
+
+
+def name_with_group(format: WeightFormat) -> str:
+    """Return the name of `name_of`, with the columns that share a scale where integers have groups:
+    int4:128."""
+    if not isinstance(format, ByName):
+        group = format.checkpoint_group if isinstance(format, Integers) else 0
+        return name_of(format) + (f":{group}" if group else "")
+    few = [name_with_group(one) for _, one in format.rules if not isinstance(one, Dense)]
+    return "+".join(dict.fromkeys(few))

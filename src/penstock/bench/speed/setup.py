@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.arch import bounds
-from penstock.arch.formats.recipe import name_of
+from penstock.arch.formats.recipe import name_with_group
 from penstock.arch.layout import GroupLayout, group_layouts
 from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
@@ -76,7 +76,7 @@ class OpenModel:
             weights="random" if self.random else "checkpoint",
             parameters=bounds.parameters(self.layouts),
             dtype=self.dtype,
-            format=name_of(self.spec.format),
+            format=name_with_group(self.spec.format),
             device=device_name(self.device),
             routing=str(self.target.routing or ""),
         )
