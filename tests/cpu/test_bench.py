@@ -308,7 +308,7 @@ def test_sequences_that_would_have_to_wait_are_refused() -> None:
 def test_a_report(kind: BenchKind) -> None:
     told: list[str] = []
     report = run(job(kind), told.append)
-    assert len(told) == 2
+    assert len([one for one in told if not one.startswith("kernels for this processor: ")]) == 2
     line = json.loads(report.line())
     assert "\n" not in report.line()
     assert (line["bench"], line["model"], line["weights"], line["dtype"]) == (
@@ -442,7 +442,7 @@ def test_random_weights_have_the_format_that_is_asked_for(
     arguments = ["bench", "decode", str(bare), *SMALL, "--output", "2", "--format", format]
     assert main(arguments) == 0
     *table, last = capsys.readouterr().out.splitlines()
-    named = "" if format == "bf16" else format
+    named = {"bf16": "", "int4": "int4:64", "int8": "int8:64"}.get(format, format)
     assert (json.loads(last)["format"], json.loads(last)["weights"]) == (named, "random")
     assert f"random {named} weights" in table[0] if named else "random weights" in table[0]
 
