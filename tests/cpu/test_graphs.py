@@ -44,7 +44,14 @@ from penstock.worker.decode_step import DecodeStep
 from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.recording import Program
 from penstock.worker.runner import Runner
-from penstock.worker.sizes import graph_blocker, mixed_counts, row_counts, run_counts, shared_counts
+from penstock.worker.sizes import (
+    cold_counts,
+    graph_blocker,
+    mixed_counts,
+    row_counts,
+    run_counts,
+    shared_counts,
+)
 from tapes import launched, taped
 from tiled import tiled_pool
 
@@ -875,6 +882,14 @@ def test_which_steps_are_replayed(shares: Sequence[Share], fits: bool) -> None:
     step = Mock(spec=spec_of("llama"), suits=lambda share: True, mixed=(32,), adapters=None)
     step.spec = spec_of("llama")
     assert DecodeGraphs(step, Mock(), 7, 30).fits(Plan((), tuple(shares))) == fits
+
+
+@pytest.mark.parametrize("most", range(1, 40))
+def test_steps_with_kv_beyond_the_device_are_recorded_for_up_to_eight_rows(most: int) -> None:
+    counts = cold_counts(most)
+    assert counts[0] == min(most, 8)
+    assert counts[-1] == 1
+    assert all(one <= 2 * next for one, next in pairwise(counts))
 
 
 COLD = replace(ROW, start=9, cold_start=4, cold_stop=4, near=4)

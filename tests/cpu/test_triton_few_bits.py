@@ -54,9 +54,9 @@ def test_product(scheme: str, gated: bool) -> None:
 @pytest.mark.parametrize("fine", [False, True])
 def test_a_product_is_cut_into_what_a_device_has_room_for(codes: int, fine: bool) -> None:
     """Of shapes of 0.6B to 405B: parts of a sum are worth a launch, and have shared counters."""
-    many, shared = 132, 232_448
+    many = 132
     shapes = [(6144, 1024), (1024, 3072), (6144, 4096), (28672, 4096), (4096, 14336), (106496, 16384)]
-    for rows, (outer, inner) in itertools.product((16, 32, 64), shapes):
+    for shared, rows, (outer, inner) in itertools.product((101_376, 232_448), (16, 32, 64), shapes):
         cut = few_bits_tuning(rows, outer, inner, many, codes, shared, fine=fine)
         tiles, bits = -(-outer // cut.cols), 4 if codes in FOUR_BITS else 8
         assert cut.splits * 512 <= inner
