@@ -27,6 +27,7 @@ from penstock import LLM, SamplingParams
 from penstock.arch.layout import GroupId, GroupKind, group_layouts, mixture_layouts
 from penstock.arch.spec import SWIGLU, ModelSpec
 from penstock.engine import cpu, placing
+from penstock.engine.boot import _record as record
 from penstock.engine.boot import boot
 from penstock.engine.placing import Override
 from penstock.models.decoder import EMBEDDING
@@ -40,8 +41,10 @@ from penstock.weights.checkpoint.reader import Checkpoint
 from penstock.weights.checkpoint.shape import Shape
 from penstock.weights.streaming.cpu_dense import CpuFeedForwards
 from penstock.weights.streaming.residency import WeightLimits, padded
+from penstock.worker import graphs as worker_graphs
 from penstock.worker.decode_step import DecodeStep
 from penstock.worker.graphs import DecodeGraphs
+from penstock.worker.loaded import LoadedModel
 from penstock.worker.recording import Program
 from penstock.worker.runner import Runner
 from penstock.worker.sizes import (
@@ -567,6 +570,7 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
                 for kind in (GroupKind.ATTENTION, GroupKind.FFN):
                     program.take(GroupId(kind, layer))
                     program.release(GroupId(kind, layer))
+            program.between(lambda: said.append("between"))
             program.end()
         program.replay()
         # What was released is given back before the rest of its layer is computed: the ring has room for what
@@ -581,6 +585,8 @@ def test_a_recorded_pass_is_replayed_in_its_order_and_gone_when_nobody_has_it(he
             "piece 3",
             "release 1",
             "piece 4",
+            "between",
+            "piece 5",
         ]
         graph = weakref.ref(program._graph)
         if held:
@@ -603,6 +609,73 @@ def test_a_program_that_is_cut_in_layers_foretells_no_expert() -> None:
             assert lent.foretells(0, 8) == following
             assert lent.decided
             assert lent.parts is experts.parts
+
+
+def test_a_step_with_kv_beyond_the_device_is_cut_where_that_is_folded_in() -> None:
+    """All of its rows are recorded, once for all tiles that may come. Which do is known at a replay."""
+    acts: list[Callable[[], None]] = []
+    seen: list[object] = []
+    recorded = Mock(between=acts.append)
+
+    def compute(count: int, weights: object, *, later: Callable[[Callable[..., None]], None]) -> None:
+        seen.append((count, weights))
+        later(lambda cold, tiles: seen.append((cold, tiles)))
+
+    weights = Mock(shares=False)
+    graphs = DecodeGraphs(Mock(compute=compute), weights, 7, 30, cold=True)
+    with patch.object(worker_graphs, "Program", return_value=recorded) as program:
+        found = graphs._recorded_cold(3, None, Mock())  # type: ignore[arg-type]
+    program.assert_called_once_with(None, weights, ahead=False)
+    assert found is recorded
+    assert seen == [(3, weights.standing()), (3, recorded)]
+    (act,) = acts
+    for lent in (("cold", "tiles"), ("other", "later")):
+        graphs.lend(lent)  # type: ignore[arg-type]
+        act()
+        assert seen[-1] == lent
+    graphs._cold[3] = recorded
+    graphs.close()
+    assert not graphs._cold
+    recorded.close.assert_called_once()
+
+
+def test_only_rows_that_read_all_of_their_kv_are_lent_it() -> None:
+    """A policy chooses on the host what others read."""
+    model = Mock(carrier=None)
+    lends_all = LoadedModel.lends_all.fget
+    assert not lends_all(model)  # type: ignore[misc]
+    model.carrier = Mock(chosen=None)
+    assert lends_all(model)  # type: ignore[misc]
+    model.carrier = Mock(chosen=Mock())
+    assert not lends_all(model)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("blocks", "far", "cold"), [(3, True, True), (4, True, False), (3, False, False)])
+def test_they_are_recorded_where_a_sequence_may_have_kv_beyond_the_device(
+    blocks: int, far: bool, cold: bool
+) -> None:
+    """By what all ranks agree on."""
+    outline = Mock(
+        limits=Mock(max_step_tokens=16, max_length=60), blocks_per_row=4, far=Mock() if far else None
+    )
+    plan = Mock(outline=outline, recorded=True, record_runs=False, budget=Mock(blocks=blocks))
+    runner, said = Mock(), list[str]()
+    graphs = runner.record.return_value
+    graphs.counts, graphs.cold, graphs.runs, graphs.mixed = (8, 4), (4, 2) if cold else (), (), ()
+    graphs.seconds, graphs.bytes = 1.0, 1 << 20
+    record(plan, runner, said.append, ModelRole.TARGET)
+    assert runner.record.call_args.kwargs["cold"] is cold
+    assert (", of up to 4 with KV beyond the device, 2 of them" in said[0]) is cold
+
+
+def test_rows_with_adapters_and_kv_beyond_the_device_are_not_replayed() -> None:
+    adapters = Mock()
+    step = Mock(mixed=(), adapters=adapters)
+    step.spec = spec_of("llama")
+    graphs = DecodeGraphs(step, Mock(), 20, 30, cold=True)
+    for needs in (True, False):
+        adapters.needs = lambda plan, needs=needs: needs
+        assert graphs.fits(Plan((), (COLD,))) is not needs
 
 
 def test_who_lets_go_of_weights_lets_go_of_what_was_recorded() -> None:

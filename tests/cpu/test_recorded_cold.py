@@ -4,6 +4,7 @@ graphs would replay them, with the tiles between them."""
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from cpu.test_long_contexts import brought, everything_is_free, longest, some_as
 from far import Ask, Room, answers, check, lines, opened
 from penstock import LLM
 from penstock.ops.attention import attend
-from penstock.ops.attention.inputs import LayerAttention, Rows
+from penstock.ops.attention.inputs import LayerAttention, Rows, Scratch
 from penstock.step.plan import Plan
 from penstock.worker.graphs import DecodeGraphs
 from penstock.worker.runner import Runner
@@ -47,6 +48,10 @@ def paged_decode(
     return out
 
 
+def kept(scratch: Scratch) -> set[int]:
+    return {one.untyped_storage().data_ptr() for one in scratch._kept.values()}
+
+
 class Played:
     """Computes what the pieces of a program would, and between them what it has them do."""
 
@@ -54,13 +59,15 @@ class Played:
         self._graphs, self._count, self._cold = graphs, count, cold
 
     def replay(self) -> None:
-        kernels = SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode)
+        kernels, step = SimpleNamespace(write_kv=write_kv, paged_decode=paged_decode), self._graphs._step
+
+        def fold(into: partial[None]) -> None:
+            """By then other pieces may have computed over what no layer keeps."""
+            assert into.args[0].untyped_storage().data_ptr() in kept(step._scratch)
+            self._graphs._reads.fold(into)
+
         with patch.object(attend, "_kernels", lambda x: kernels):
-            self._graphs._step.compute(
-                self._count,
-                Recorded(self._graphs._weights),
-                later=self._graphs._reads.fold if self._cold else None,
-            )
+            step.compute(self._count, Recorded(self._graphs._weights), later=fold if self._cold else None)
 
 
 def record(self: DecodeGraphs, **_: bool) -> None:

@@ -50,13 +50,25 @@ def test_product(scheme: str, gated: bool) -> None:
         assert (got - want).abs().max() < 2e-2 * want.abs().max()
 
 
+@pytest.mark.parametrize("tuning", [FewBitsTuning(16, 64, 1), FewBitsTuning(32, 128, 2)])
+def test_sums_of_operands_that_are_smaller_are_made_as_large_again(tuning: FewBitsTuning) -> None:
+    """Compiled kernels make some smaller by a power of two; interpreted ones none."""
+    rng = torch.Generator().manual_seed(1)
+    few, _ = matrix_of(SCHEMES["mxfp4"], torch.randn(48, 288, generator=rng))
+    x = torch.randn(3, 288, generator=rng).bfloat16()
+    want = few_rows(x, few, tuning=tuning)
+    with patch.object(kernels, "unfolded", lambda *_: 2.0**32):
+        assert torch.equal(few_rows(x, few, tuning=tuning), want * 2.0**32)
+
+
 @pytest.mark.parametrize("codes", [INT4, INT8, E2M1, E4M3])
 @pytest.mark.parametrize("fine", [False, True])
 def test_a_product_is_cut_into_what_a_device_has_room_for(codes: int, fine: bool) -> None:
     """Of shapes of 0.6B to 405B: parts of a sum are worth a launch, and have shared counters."""
-    many = 132
     shapes = [(6144, 1024), (1024, 3072), (6144, 4096), (28672, 4096), (4096, 14336), (106496, 16384)]
-    for shared, rows, (outer, inner) in itertools.product((101_376, 232_448), (16, 32, 64), shapes):
+    for many, shared, rows, (outer, inner) in itertools.product(
+        (46, 132, 148), (101_376, 232_448), (16, 32, 64), shapes
+    ):
         cut = few_bits_tuning(rows, outer, inner, many, codes, shared, fine=fine)
         tiles, bits = -(-outer // cut.cols), 4 if codes in FOUR_BITS else 8
         assert cut.splits * 512 <= inner

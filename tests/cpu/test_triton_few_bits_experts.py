@@ -146,6 +146,15 @@ def test_products(scheme: str) -> None:
         close(made.total(), want)
 
 
+def test_sums_of_operands_that_are_smaller_are_made_as_large_again() -> None:
+    """Compiled kernels make some smaller by a power of two; interpreted ones none."""
+    its = [((up, 4 * one), (down, 4 * other)) for (up, one), (down, other) in weights("mxfp4", 192, 64)]
+    made, table, want = mixed(its, 9, TUNINGS[1])
+    with patch.object(kernels, "unfolded", lambda *_: 4.0):
+        made.compute(table)
+    close(made.total(), want)
+
+
 @pytest.mark.parametrize(
     ("scheme", "biases"), [("mxfp4", 0), ("mxfp4", 1), ("mxfp4", 2), ("nvfp4", 2), ("fp8", 1), ("awq", 2)]
 )

@@ -26,7 +26,15 @@ from penstock.ops.row_classes import MOST_TOKENS
 from penstock.weights.streaming.beside import LOSS
 from penstock.weights.streaming.residency import Placement, WeightLimits, padded
 from penstock.weights.streaming.ring import StreamRates, lay_ring
-from penstock.worker.sizes import HEAD_ROWS, graph_bytes, mixed_counts, row_counts, run_counts, shared_bytes
+from penstock.worker.sizes import (
+    HEAD_ROWS,
+    cold_bytes,
+    graph_bytes,
+    mixed_counts,
+    row_counts,
+    run_counts,
+    shared_bytes,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 DENSE = {
@@ -228,7 +236,9 @@ def test_a_cpu_streams_through_a_part_of_its_own_memory() -> None:
 def test_far_kv_takes_its_part_of_the_host_and_of_the_device() -> None:
     near = outlined(MIXED, HOPPER, 8 * GIB)
     far = replace(near, far=Ways())
-    assert far.beside - near.beside == Ways().device_bytes
+    steps = cold_bytes(far.sizes.rows(far.spec))
+    assert steps >= 16 * MIB
+    assert far.beside - near.beside == Ways().device_bytes + steps, "with the steps that are recorded for it"
     assert (near.demand(0).length, far.demand(0).length) == (near.settings.max_length, None)
     small = whole(MIXED) // 2
     plans = [plan_boot(replace(one, total=small), Measured(STEP, HOPPER, disk=True)) for one in (near, far)]

@@ -195,7 +195,7 @@ def _outline_of(
     outline = Outline(
         settings, hardware, spec, shard, work.dtype, limits, not cuda, total, layouts, kv, far, draft, lora
     )
-    activations += far.device_bytes + cold_bytes(work.batch) if far else 0
+    activations += far.device_bytes + cold_bytes(rows) if far else 0
     activations += outline.of_draft.beside if outline.of_draft else 0
     if may_share(outline) and not outline.may_rest:
         activations += shared_bytes(work.batch)

@@ -32,9 +32,6 @@ from penstock.worker.sizes import StepSizes, graph_blocker, graph_bytes
 USUAL = StreamRates(host_to_device=25e9, disk_to_host=3e9, device_read=1e12)
 """Rates before anything was measured. They decide only whether there is a placement at all."""
 
-_BEYOND = 16
-"""KV gets at least one part in so many of the device."""
-
 
 class FarRoom(Protocol):
     """Says how many bytes KV beyond the device takes."""
@@ -129,14 +126,6 @@ class Outline(Generic[Far]):
         return sum(map(padded, self.layouts)) + beside <= self.total
 
     @property
-    def reads_beyond(self) -> bool:
-        """Tell whether room is kept for recorded steps of rows with KV beyond the device: a sequence may take
-        a good part of the device."""
-        few = (self.settings.kv_blocks or self.blocks_per_row) < self.blocks_per_row
-        large = self.blocks_per_row * self.block_bytes * _BEYOND > self.total
-        return self.far is not None and (few or large)
-
-    @property
     def decides(self) -> bool:
         """Tell whether the device decides which experts it has, where they do not all fit: it has kernels for
         that, host memory has room for all of them, all layers have as many, and there are no other ranks."""
@@ -180,7 +169,7 @@ class Outline(Generic[Far]):
             shared = may_share(self)
             graphs = graph_bytes(
                 self.spec, self.dtype, rows, tokens, blocks=self.blocks_per_row, shared=shared,
-                cold=self.reads_beyond, lora=self.lora,
+                cold=self.far is not None, lora=self.lora,
             )  # fmt: skip
         of_draft = self.of_draft
         if self.head is not None:  # A CPU's heap holds the memory of a step twice.
@@ -390,6 +379,3 @@ def _rest(placement: Placement, experts: ExpertRoom | None) -> Rest:
         else experts.on_device == experts.experts
     )
     return Rest.EXPERTS if whole else Rest.SOME
-
-
-# ---- what a Config leaves open

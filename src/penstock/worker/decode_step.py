@@ -30,7 +30,7 @@ from penstock.step.plan import Share
 from penstock.worker.adapters import RowAdapters
 from penstock.worker.sizes import cold_counts, mixed_counts, row_counts, run_counts
 
-_COUNTERS = 512
+_COUNTERS = 1024
 """Most tiles of a product that programs may share."""
 _WHERE = 4
 """Numbers of a step's inputs before those of its rows: a run's first position and its tokens, and padding."""
