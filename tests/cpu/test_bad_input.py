@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import forks
+import penstock
 import tiny
 from penstock import LLM, AsyncLLM, Completion, Output, PenstockError, SamplingParams, Structure
 from penstock.api.arguments import LLMArguments
@@ -405,6 +406,21 @@ def test_a_closed_engine() -> None:
     refused(EngineClosedError, "closed", call=lambda: inside.generate([3, 4]))
 
 
+def test_names_that_were_not_used_yet_are_offered() -> None:
+    said = forks.run([sys.executable, "-c", "import penstock; print(*dir(penstock))"], text=True).stdout
+    assert said.split() == sorted(penstock.__all__)
+
+
+def test_no_stop_string_may_be_said_as_none() -> None:
+    assert SamplingParams(stop=None).stop_strings == ()
+
+
+def test_several_texts_are_no_prompt(llm: LLM) -> None:
+    for ask in (lambda: llm.stream(["a", "b"]), lambda: llm.generate([["a"]])):  # type: ignore[list-item, arg-type]
+        with pytest.raises(RequestError, match="begins with the text 'a'; a prompt is one text"):
+            ask()
+
+
 FORKED = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
@@ -434,6 +450,32 @@ def test_a_process_that_was_forked_has_no_engine(ranks: int) -> None:
     arguments = [sys.executable, "-c", FORKED, str(tiny.checkpoint("llama")), str(ranks)]
     result = forks.run(arguments, forks.LoadedPopen, text=True)
     assert (result.stdout, result.stderr) == ("EngineClosedError True\n" * 2 + "the same\n", "")
+
+
+THREADS = """
+import os, sys
+from penstock import LLM, SamplingParams
+from penstock.base.errors import ConfigError
+def opened(threads):
+    with LLM(sys.argv[1], device="cpu", dtype="float32", max_length=64, threads=threads) as llm:
+        return llm.generate([[3, 4]], SamplingParams(temperature=0, max_tokens=4))[0].tokens
+before = opened(2)
+child = os.fork()
+if not child:
+    try:
+        opened(2)
+    except ConfigError as error:
+        print("spawn" in str(error))
+    print(opened(1) == before, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_process_that_was_forked_from_one_with_several_threads_does_not_wait_for_them() -> None:
+    arguments = [sys.executable, "-c", THREADS, str(tiny.checkpoint("llama"))]
+    result = forks.run(arguments, forks.LoadedPopen, text=True)
+    assert (result.stdout, result.stderr) == ("True\nTrue\n", "")
 
 
 # -- logits that are not numbers
@@ -709,6 +751,7 @@ METHODS = (
     (LLM.chat, "sampling_params", "here it is params"),
     (LLM.chat, "temperature", "it is a setting: give params=SamplingParams(temperature=...)"),
     (LLM.chat, "guided_decoding", "it is a setting: give params=SamplingParams(structure=...)"),
+    (LLM.generate, "guided_json", "it is a setting: give params=SamplingParams(structure=...)"),
     (LLM.chat, "tool_choice", "the model chooses; a server's /v1/chat/completions has tool_choice"),
     (LLM.chat, "message", "did you mean messages?"),
     (LLM.stream, "sampling_params", "here it is params"),

@@ -285,6 +285,7 @@ def test_lines_that_are_gone_do_not_count_and_nothing_is_loaded_where_nothing_is
         ("in", ".", ". cannot be written: it is a directory"),
         ("in", "gone/out", "gone/out cannot be written: gone is no directory that can be written"),
         ("in", "in/out", "in/out cannot be written: in is no directory that can be written"),
+        ("empty", "out", "empty has no requests; write one to a line"),
     ],
 )
 def test_files_are_looked_at_before_a_model_is(
@@ -298,6 +299,7 @@ def test_files_are_looked_at_before_a_model_is(
     """The model is none: it is not reached."""
     monkeypatch.chdir(tmp_path)
     Path("in").write_text(line("a", prompt="Hello"))
+    Path("empty").write_text("")
     assert main(["batch", source, target, "--model", "nothing"]) == 2
     assert said in capsys.readouterr().err
 

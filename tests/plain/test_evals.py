@@ -224,6 +224,9 @@ def test_texts_of_a_folder_are_read_together(tmp_path: Path) -> None:
     assert text_of(tmp_path / "c.md") == "Drei."
     with pytest.raises(ConfigError, match=r"has no \.txt files"):
         text_of(Path(__file__).parent)
+    (tmp_path / "d.md").write_bytes(b"Vier\xff")
+    with pytest.raises(ConfigError, match=r"d\.md is not valid UTF-8"):
+        text_of(tmp_path / "d.md")
 
 
 # -- scores

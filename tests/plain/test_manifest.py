@@ -174,7 +174,7 @@ def fields(*values: object) -> Callable[[dict[str, Any]], object]:
 FIELD = {"name": "embedding", "dtype": "bfloat16", "shape": [131, 24], "offset": 0}
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (lambda body: body.update(format="zip"), "is no pack's manifest"),
-    "a later version": (lambda body: body.update(version=4), "version 4; this penstock reads 3"),
+    "a later version": (lambda body: body.update(version=4), "reads 3; install the newer penstock that"),
     "of sampled fingerprints": (
         lambda body: body.update(version=1),
         "version 1; this penstock reads 3; remove the pack, and pack the",

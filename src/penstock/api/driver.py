@@ -303,5 +303,5 @@ class EngineDriver:
         if self.forked:
             raise EngineClosedError(
                 "this process was forked after the model was opened, and has no engine of its own; create "
-                "the LLM in this process"
+                "the LLM in a process that multiprocessing starts with `spawn`"
             )

@@ -294,7 +294,8 @@ class LLM:
         asked before every step, also while the prompt is computed: once it is true, the stream is closed.
         `lora` is the name of a LoRA adapter.
 
-        Raises RequestError at once, not at the first piece.
+        Its `completion` has what pieces have not, such as log-probabilities of the prompt. Raises
+        RequestError at once, not at the first piece.
         """
         ready = self.reader.read(prompt, params).adapted(lora)
         forecast = self.driver.forecast(ready)

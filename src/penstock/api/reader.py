@@ -258,6 +258,11 @@ class PromptReader:
         if prompt and isinstance(prompt[0], Mapping):
             text = self.tokenizer.render_chat(prompt)  # type: ignore[arg-type]  # Checked there, with a message of its own.
             return text, self._known(self.encode(text, special=False))
+        if prompt and isinstance(prompt[0], str):
+            raise RequestError(
+                f"this prompt is a list that begins with the text {shown(prompt[0])}; a prompt is one text, "
+                "token ids or a conversation, and `generate` takes several prompts as a list"
+            )
         return None, self._tokens(prompt)
 
     def _known(self, tokens: list[int]) -> list[int]:

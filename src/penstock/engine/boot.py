@@ -50,7 +50,7 @@ from penstock.engine.team import (
     team_config,
     threads_of_rank,
 )
-from penstock.engine.threads import first_look, threads_for
+from penstock.engine.threads import check_fork, first_look, threads_for
 from penstock.engine.tree_drafter import TreeDrafter, grows_trees
 from penstock.kv.ledger.disk import DiskLedger
 from penstock.kv.movement.pool import KVPool
@@ -116,6 +116,7 @@ def boot(
     ConfigError, BudgetError, CheckpointError.
     """
     begin = time.perf_counter()
+    check_fork(config.threads)
     config = decided(config, model, say)
     if config.drafts_itself and draft is None:
         check_copy(config, model)

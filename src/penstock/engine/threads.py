@@ -9,6 +9,7 @@ up to `_FEW` rows; tests/cpu/test_threads.py holds them to it). Libraries divide
 threads, which may change the last bits: so a step of more rows always has all threads.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from penstock.base.cores import (
     overloaded,
     worth,
 )
+from penstock.base.errors import ConfigError
 from penstock.base.units import counted as quantity
 from penstock.engine.contexts import LongRoom
 from penstock.engine.placing import Say
@@ -167,3 +169,23 @@ def threads_for(
     if (now := threads.wanted(1)) < most:
         say(f"CPU threads: {most} for a prompt, {now} for a token of an answer; more would not be faster now")
     return threads
+
+
+_OPENED = list[int]()
+"""The process that was the first to open a model with several threads, if any was."""
+
+
+def check_fork(threads: int | None) -> None:
+    """Raise ConfigError in a process that was forked from one that has opened a model with several threads:
+    they were not forked with it, and whatever waits for them would wait for ever.
+
+    threads: that are asked for; None for as many as torch has.
+    """
+    if (threads or torch.get_num_threads()) == 1:
+        return
+    if _OPENED and _OPENED[0] != os.getpid():
+        raise ConfigError(
+            "this process was forked from one that has opened a model with several CPU threads, which do not "
+            "exist here; start it by multiprocessing's `spawn`, or give threads=1"
+        )
+    _OPENED[:] = [os.getpid()]

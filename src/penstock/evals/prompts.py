@@ -120,8 +120,12 @@ def text_of(path: Path) -> str:
     for file in files:
         if letters < _MOST_TEXT:
             try:
-                with file.open(encoding="utf-8-sig", errors="replace") as opened:
+                with file.open(encoding="utf-8-sig") as opened:
                     texts.append(opened.read(_MOST_TEXT - letters))
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{file} is not valid UTF-8; convert it, for example with iconv -f latin1 -t utf-8"
+                ) from error
             except OSError as error:
                 raise ConfigError(
                     f"cannot read {file}: {error.strerror}; name a file that can be read"

@@ -140,6 +140,8 @@ class Batch:
                 return None
             lines += 1
             failed += kept.failed
+        if not lines and not self._target.exists():
+            raise ConfigError(f"{self._source} has no requests; write one to a line, as JSON")
         return Tally(lines, lines, failed)
 
     def run(

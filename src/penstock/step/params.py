@@ -63,7 +63,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     include_stop: bool = False
     stop_token_ids: Sequence[int] = ()
     shown_tokens: Sequence[int] = ()
@@ -95,7 +95,7 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower min_tokens, or "
                 "raise max_tokens"
             )
-        if not isinstance(self.stop, Iterable) or any(
+        if not isinstance(self.stop, Iterable | None) or any(
             not isinstance(text, str) or not text for text in self.stop_strings
         ):
             raise RequestError(f"stop {shown(self.stop)} must be strings of at least one character")
@@ -137,7 +137,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Return the stop strings as a tuple, also where a single one was given."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 SETTINGS = frozenset(one.name for one in fields(SamplingParams))

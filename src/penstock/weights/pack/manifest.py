@@ -215,8 +215,11 @@ def parse(data: bytes | bytearray, where: str) -> Manifest:
             "remove the pack, and pack the model again"
         )
     if body.get("version") != VERSION or isinstance(body["version"], bool):
-        fault = f"has version {shown(body.get('version'))}; this penstock reads {VERSION}"
-        raise CheckpointError(f"{where} {fault}; remove the pack, and pack the model again")
+        version = body.get("version")
+        fault = f"has version {shown(version)}; this penstock reads {VERSION}"
+        newer = type(version) is int and version > VERSION
+        ways = "install the newer penstock that made it, or " if newer else ""
+        raise CheckpointError(f"{where} {fault}; {ways}remove the pack, and pack the model again")
     if tuple(body) not in ((*_KEYS, "checksum"), (*_KEYS[:-1], _SHARD, _KEYS[-1], "checksum")):
         raise CheckpointError(
             f"{where} is damaged: it has the keys {shown(list(body))}, not {', '.join(_KEYS)} and checksum; "
