@@ -210,7 +210,7 @@ def test_a_flag_refuses_the_same_with_the_same_words(capsys: pytest.CaptureFixtu
 def test_a_file_that_cannot_be_read_is_told(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (elsewhere / "large").write_bytes(b"#" * (1 << 21))
     for name, message in (
-        ("nowhere", "No such file"),
+        ("nowhere", "No such file or directory; name a file that can be read"),
         (".", "Is a directory"),
         ("large", "has more than 1048576 bytes"),
     ):

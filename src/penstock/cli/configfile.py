@@ -120,10 +120,10 @@ def read(path: Path) -> ConfigFile:
         ValueError,
         RecursionError,
     ) as fault:  # TOMLDecodeError, UnicodeDecodeError, and a path that none can have
-        why = fault.strerror if isinstance(fault, OSError) else fault
-        raise ConfigError(
-            f"the settings in {path} cannot be read: {why}; write them as TOML, such as port = 8000"
-        ) from fault
+        why, way = str(fault), "write them as TOML, such as port = 8000"
+        if isinstance(fault, OSError):
+            why, way = fault.strerror or why, "name a file that can be read"
+        raise ConfigError(f"the settings in {path} cannot be read: {why}; {way}") from fault
     tables = {name: value for name, value in content.items() if isinstance(value, dict)}
     entries = [("", key, value) for key, value in content.items() if key not in tables]
     entries += [(table, key, value) for table, inner in tables.items() for key, value in inner.items()]
