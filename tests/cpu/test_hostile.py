@@ -42,7 +42,7 @@ def llm() -> Iterator[LLM]:
         {"stop_token_ids": [None]},
         {"stop_token_ids": 5},
         {"stop": 5},
-        {"stop": None},
+        {"stop": [None]},
         {"stop": "\udcff"},
         {"repetition_penalty": 1e-300},
         {"n": 10**8},
