@@ -621,8 +621,9 @@ def test_a_step_with_kv_beyond_the_device_is_cut_where_that_is_folded_in() -> No
         seen.append((count, weights))
         later(lambda cold, tiles: seen.append((cold, tiles)))
 
-    weights = Mock(shares=False)
-    graphs = DecodeGraphs(Mock(compute=compute), weights, 7, 30, cold=True)
+    weights = Mock()
+    step = Mock(compute=compute, adapters=None, logits=torch.zeros(7, 2), tokens=torch.zeros(7))
+    graphs = DecodeGraphs(step, weights, 7, 30, cold=True)
     with patch.object(worker_graphs, "Program", return_value=recorded) as program:
         found = graphs._recorded_cold(3, None, Mock())  # type: ignore[arg-type]
     program.assert_called_once_with(None, weights, ahead=False)
@@ -633,7 +634,11 @@ def test_a_step_with_kv_beyond_the_device_is_cut_where_that_is_folded_in() -> No
         graphs.lend(lent)  # type: ignore[arg-type]
         act()
         assert seen[-1] == lent
-    graphs._cold[3] = recorded
+    graphs._cold[4] = recorded
+    graphs.run(Plan((), (COLD,) * 3))
+    recorded.replay.assert_called_once_with()
+    # Recorded over what is lent to a pass that no CPU shares.
+    weights.turn.assert_called_once_with(0)
     graphs.close()
     assert not graphs._cold
     recorded.close.assert_called_once()

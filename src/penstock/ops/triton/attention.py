@@ -286,8 +286,6 @@ def _attended(
     # Batches of runs, small or large, have one kernel, so that none is compiled when a large one comes.
     few = cut.count * wide <= 1024 and not cut.several
     rows, parts = (1, 64) if few else (min(4, next_power_of_2(wide)), 4)
-    if q.device.type == "cpu":  # The interpreter takes its time for each program, and not for its rows.
-        rows = min(16, next_power_of_2(wide))
     join[(cdiv(wide, rows), cut.count)](
         out,
         part_lse if lse is None else lse,
