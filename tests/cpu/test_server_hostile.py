@@ -277,7 +277,7 @@ def test_to_who_does_not_read_no_more_is_pushed_than_its_buffers_hold_and_all_of
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         nonlocal pushed
-        own = connection.connection_of(Request(scope))
+        own = connection.connection_of(scope)
         assert own is not None
         await send({"type": "http.response.start", "status": 200, "headers": []})
         own.push(b"")  # Not the end.

@@ -2,7 +2,6 @@
 sees it."""
 
 import math
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from penstock.api.text.detokenize import Detokenizer, Headers
 from penstock.api.text.tokenizer import Tokenizer
 from penstock.api.variables import check_tools, check_variables
 from penstock.base.errors import CheckpointError, RequestError
+from penstock.base.randomness import random_bytes
 from penstock.base.units import counted
 from penstock.step.params import Sampling, SamplingParams, shown
 from penstock.step.structure import Structure
@@ -314,7 +314,7 @@ class PromptReader:
                 f"logit_bias and min_tokens forbid all {vocab} tokens of the vocabulary; leave at least one"
             )
         seed, bias = (
-            secrets.randbits(63) if params.seed is None else params.seed,
+            int.from_bytes(random_bytes(8)) >> 1 if params.seed is None else params.seed,
             tuple(params.logit_bias.items()),
         )
 

@@ -42,11 +42,11 @@ class PreparedPrompt:
 
     def adapted(self, lora: str | None) -> Self:
         """Return the same prompt, which is answered with the LoRA adapter of this name, or with none."""
-        return replace(self, lora=lora or "")
+        return self if (lora or "") == self.lora else replace(self, lora=lora or "")
 
     def salted(self, salt: bytes) -> Self:
         """Return the same prompt, which shares prefixes with prompts of this salt."""
-        return replace(self, salt=salt)
+        return self if salt == self.salt else replace(self, salt=salt)
 
     def queued(self, outlook: Outlook, longest: int) -> list[QueuedRequest]:
         """Return its outputs, as they will wait. Those behind the first find what that computes.

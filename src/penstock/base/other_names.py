@@ -314,10 +314,11 @@ def named_arguments(made: Made) -> Made:
     """Let a class say what may have been meant by an argument that it does not know."""
     init: Callable[..., None] = made.__init__  # type: ignore[misc]  # Nobody derives from it.
     known = [*inspect.signature(init).parameters][1:]
+    names = frozenset(known)
 
     @functools.wraps(init)
     def __init__(self: object, *args: object, **kwargs: object) -> None:
-        for name in kwargs.keys() - set(known):
+        for name in kwargs.keys() - names:
             meant = unknown_argument(name, known)
             raise TypeError(f"{made.__name__}() got an unexpected keyword argument {name!r}{meant}")
         init(self, *args, **kwargs)

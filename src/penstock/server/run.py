@@ -76,6 +76,7 @@ class _Life:
             application(self._state),
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             lifespan="off",
             ws="none",
             http=Connection,

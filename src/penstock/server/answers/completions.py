@@ -1,6 +1,5 @@
 """Writes completions as OpenAI's clients read them: whole, and piece by piece."""
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import time
@@ -9,6 +8,7 @@ from typing import Protocol
 from penstock.api.outputs import Completion, Delta, Output
 from penstock.api.text.detokenize import Detokenizer
 from penstock.api.text.tokenizer import Tokenizer
+from penstock.base.randomness import random_bytes
 from penstock.server.parsing.output_parser import Called, OutputParser, whole
 from penstock.server.parsing.reading import Arguments, Begin, Content, End, Part, Reasoning
 from penstock.step.plan import TokenLogprob
@@ -24,7 +24,7 @@ BROKEN = (
 
 def new_id(kind: str, size: int = 16) -> str:
     """Return a new random id that begins with its kind, such as "chatcmpl-". size: random bytes."""
-    return kind + secrets.token_hex(size)
+    return kind + random_bytes(size).hex()
 
 
 def new_call() -> str:

@@ -251,7 +251,8 @@ def _read(
 ) -> PreparedPrompt:
     """Return a prompt as the engine takes it. Raise FieldError, RequestError and BusyError."""
     try:
-        return replace(reader.read(prompt, params), priority=asked.priority)
+        ready = reader.read(prompt, params)
+        return replace(ready, priority=asked.priority) if asked.priority else ready
     except CrowdedError as error:
         raise BusyError(str(error), _CROWDED) from error
     except StructureError as error:

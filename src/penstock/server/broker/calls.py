@@ -177,8 +177,9 @@ class Call:
             self._told.set()
             if self.timer is not None:
                 self.timer.cancel()
+        # The last are given out with the end, for which who takes them is woken up anyway.
         if deltas and not (
-            self._at_once is not None and not self._pieces and self._taken(self._at_once, deltas)
+            self._at_once is not None and not (over or self._pieces) and self._taken(self._at_once, deltas)
         ):
             self._pieces.extend(deltas)
         self.over, self.fault = self.over or over, self.fault or fault

@@ -125,7 +125,9 @@ class WaitForecaster:
         found."""
         now, sight = monotonic(), self._look()
         found = self._found_of(call, sight.outlook) if sight.outlook.shares else 0
-        prompt = call.prompt = replace(call.prompt, found=found)
+        if found != call.prompt.found:
+            call.prompt = replace(call.prompt, found=found)
+        prompt = call.prompt
         call.queued = prompt.queued(sight.outlook, self._longest)
         own = self._of(sight, prompt.priority)
         queue = self._queues[own]

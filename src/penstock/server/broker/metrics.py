@@ -161,7 +161,8 @@ class Metrics:
             ("host", completion.cached_host),
             ("disk", completion.cached_disk),
         ):
-            self._found.labels(tier).inc(count)
+            if count:
+                self._found.labels(tier).inc(count)
 
     def abandoned(self) -> None:
         """Count a request that its client has left."""

@@ -81,7 +81,7 @@ async def in_time(
         async with asyncio.timeout(late):
             if not server.uploads.is_large(request):
                 return await work
-            if (found := await unless_gone(request.receive, work)) is None:
+            if (found := await unless_gone(request.scope, request.receive, work)) is None:
                 raise ClientDisconnect
             return found
     except TimeoutError as error:
@@ -138,7 +138,7 @@ async def lent(
 
     try:
         async with asyncio.timeout(left):
-            if (found := await unless_gone(request.receive, borrow())) is None:
+            if (found := await unless_gone(request.scope, request.receive, borrow())) is None:
                 raise ClientDisconnect
             return found
     except TimeoutError as error:

@@ -8,6 +8,10 @@ that goes before it is noticed. Beyond as many connections as there may be open 
 A request may be answered before all of it has come, such as with a refusal. If the connection were closed
 then, what is still on its way would have the client's machine drop the answer. So the connection lingers:
 what comes is thrown away for a while, as far as there is room for that.
+
+Each write is a system call, and many small ones take the loop longer than what they say. So what is said of
+an answer in one turn of the loop is written as one, and the head of a stream with its first piece, if that
+comes soon.
 """
 
 import asyncio
@@ -19,7 +23,7 @@ from functools import cache
 from typing import Any, cast
 
 import msgspec
-from starlette.requests import Request
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.server.answers.completions import error
@@ -42,6 +46,10 @@ _MOST_LINGERING = 64
 """Connections; any more are closed at once."""
 _THROWN_RATE = 64 << 20
 """Bytes/s that are thrown away, of all connections."""
+_JOINED = 64 << 10
+"""Bytes of a write that is not joined with others."""
+_HEAD_WAIT = 0.02
+"""Seconds that the head of a stream waits for its first piece."""
 _KEY = "penstock.connection"
 _ENOUGH, _OTHERS = 1 << 16, 128
 """Open files: as many as are ever needed, and those that are no connections."""
@@ -96,17 +104,58 @@ class _EarlyError(Exception):
     """A request has come before the answer to the one before."""
 
 
-def connection_of(request: Request) -> "Connection | None":
+def connection_of(scope: Scope) -> "Connection | None":
     """Return the connection that a request has come by; None if it is not one of ours."""
-    found: Connection | None = request.scope.get(_KEY)
+    found: Connection | None = scope.get(_KEY)
     return found
 
 
-class _Parting:
-    """Writes an answer to a connection, which lingers where it would be closed."""
+class _AnswerWriter:
+    """Writes answers to a connection, which lingers where it would be closed. What is held goes out in order
+    and before all else: `write` adds to it, and whoever writes or closes otherwise asks for `flush` first."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+    def __init__(self, connection: "Connection", transport: asyncio.Transport) -> None:
+        self._connection, self._transport = connection, transport
+        self.is_closing, self.close = transport.is_closing, connection.part
+        self._held: list[bytes] = []
+        self._timer: asyncio.Handle | None = None
+        """Writes what is held."""
+        self.begins = False
+        """Whether nothing was said of the answer yet."""
+
+    def write(self, data: bytes) -> None:
+        """Write at the end of this turn of the loop. The head of a stream waits for its first piece."""
+        cycle, loop = self._connection.cycle, self._connection.loop
+        begins, self.begins = self.begins and cycle.response_started, False
+        if len(data) > _JOINED or not cycle.response_started:  # The latter is no answer yet: 100 Continue.
+            self.flush()
+            self._transport.write(data)
+            return
+        self._held.append(data)
+        if begins and cycle.chunked_encoding:
+            self._timer = loop.call_later(_HEAD_WAIT, self.flush)
+        elif self._timer is None or isinstance(self._timer, TimerHandle):
+            self._cancel()
+            self._timer = loop.call_soon(self.flush)
+
+    def flush(self, more: bytes = b"") -> None:
+        """Write what is held, and this behind it."""
+        self._cancel()
+        if self._held:
+            more = b"".join([*self._held, more])
+            self._held.clear()
+        if more:
+            self._transport.write(more)
+
+    def drop(self) -> None:
+        """Forget what is held: nobody is there."""
+        self._cancel()
+        self._held.clear()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 _lingering: "set[Connection]" = set()
@@ -128,13 +177,15 @@ class Connection(HttpToolsProtocol):
         self._heard = False
         """Whether any were since the last look."""
         self._linger_end = 0.0
+        self._gone: Callable[[], object] | None = None
+        """Is called when the client goes before its answer is whole."""
         self._timer: TimerHandle | None = None
         self._stall: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, or refuse the connection if there are too many."""
         super().connection_made(transport)
-        self._parting = _Parting(transport, self._part)
+        self._writer = _AnswerWriter(self, transport)
         self._wait(_LONGEST_HEAD, self._late)
         if len(self.connections) > room().most:
             self._refuse(503)
@@ -142,9 +193,11 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
         self._wait()
+        self._writer.drop()
         _lingering.discard(self)
         self.resume_writing()
         super().connection_lost(exc)
+        self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, up to the largest head."""
@@ -160,9 +213,24 @@ class Connection(HttpToolsProtocol):
     def push(self, piece: bytes) -> None:
         """Send a piece of an answer that has begun: now, or when there is room. Ask `pushes` first."""
         if piece:  # What is empty would be the end.
-            self.transport.write(
-                b"%x\r\n%s\r\n" % (len(piece), piece) if self.cycle.chunked_encoding else piece
-            )
+            chunked = self.cycle.chunked_encoding
+            self._writer.flush(b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece)
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether all of the request has come."""
+        return not self.cycle.more_body
+
+    def watch(self, gone: Callable[[], object] | None) -> None:
+        """Call this when the client goes before its answer is whole, or now if it has gone; None ends that."""
+        self._gone = gone
+        if self.cycle.disconnected:
+            self._tell_gone()
+
+    def _tell_gone(self) -> None:
+        gone, self._gone = self._gone, None
+        if gone is not None:
+            gone()
 
     @property
     def pushes(self) -> bool:
@@ -192,7 +260,8 @@ class Connection(HttpToolsProtocol):
         self._body = 0
         self._wait(_LOOK, self._look)
         super().on_headers_complete()
-        self.cycle.transport = cast(Any, self._parting)
+        self._writer.begins = True
+        self.cycle.transport = cast(Any, self._writer)
 
     def on_body(self, body: bytes) -> None:
         """Count a part of the body."""
@@ -211,14 +280,16 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Linger if the rest of the body still comes."""
+        self._writer.flush()
         super().on_response_complete()
         if self.cycle.more_body and self not in _lingering and not self.transport.is_closing():
             self._linger(_MOST_THROWN)
 
     # ---- the end of a connection on which something still comes
 
-    def _part(self) -> None:
+    def part(self) -> None:
         """End it behind an answer."""
+        self._writer.flush()
         if self.cycle.more_body and not self.transport.is_closing():
             self._part_from(_MOST_THROWN)
         else:
@@ -308,6 +379,7 @@ class Connection(HttpToolsProtocol):
             if self._answers:  # The route waits for the rest of the body, and is told that the client went.
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
+                self._tell_gone()
             body = msgspec.json.encode(error(*_REFUSALS[status]))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
                 body

@@ -105,7 +105,7 @@ async def completed(
     it."""
     calls = _submitted(request, broker, ready, asked)
     if asked.streams:
-        events = _chunk_events(calls, writer, connection_of(request), tells_usage=asked.tells_usage)
+        events = _chunk_events(calls, writer, connection_of(request.scope), tells_usage=asked.tells_usage)
         return Live(events, lambda: leave(calls))
 
     async def whole() -> object:
@@ -198,7 +198,7 @@ def _submitted(
 async def _whole(request: Request, calls: Sequence[Call], work: Coroutine[Any, Any, object]) -> Response:
     """Return the answer that the work makes of calls. They end when the client goes."""
     try:
-        answer = await unless_gone(request.receive, work)
+        answer = await unless_gone(request.scope, request.receive, work)
     finally:
         leave(calls)
     return Response(status_code=GONE) if answer is None else json_response(answer)
@@ -310,7 +310,7 @@ class Live(StreamingResponse):
         """Send the events until they end or the client goes."""
         try:
             with suppress(OSError):  # The client has gone.
-                await unless_gone(receive, self.stream_response(send))
+                await unless_gone(scope, receive, self.stream_response(send))
         except asyncio.CancelledError:
             _LOG.info("a client has not read its answer to the end")
         finally:
@@ -318,20 +318,35 @@ class Live(StreamingResponse):
             await self._events.aclose()
 
 
-async def unless_gone(receive: Callable[[], Awaitable[Event]], work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_gone(
+    scope: Scope, receive: Callable[[], Awaitable[Event]], work: Coroutine[Any, Any, T]
+) -> T | None:
     """Return what comes of the work; None if the client goes before it is done, which ends it."""
+    working, left = asyncio.ensure_future(work), False
+
+    def leave() -> None:
+        nonlocal left
+        left = True
+        working.cancel()
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        leave()
 
-    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    connection = connection_of(scope)
+    waiting = None if connection is not None else asyncio.ensure_future(gone())
+    if connection is not None:
+        connection.watch(leave)
     try:
-        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return await working
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if left and not (task is not None and task.cancelling()):
+            return None
+        raise
     finally:
-        for task in (working, waiting):
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+        if connection is not None:
+            connection.watch(None)
+        if waiting is not None:
+            waiting.cancel()

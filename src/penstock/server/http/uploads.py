@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from penstock.server.broker.calls import BusyError
+from penstock.server.http.connection import connection_of
 from penstock.server.http.threads import FairThreads
 from penstock.server.monitoring.records import record_of
 
@@ -31,7 +32,7 @@ its bytes."""
 _MOST = 1024
 """Requests that may be on their way or wait to be read."""
 _PATIENCE = 30.0
-"""Seconds in which a body must come, and as many more as it takes at this rate:"""
+"""Seconds in which a body must come, and a large one as many more as it takes at this rate:"""
 _SLOWEST = 64 << 10
 """Bytes/s."""
 _RATE, _BURST = 8 << 20, 16 << 20
@@ -67,7 +68,9 @@ class Uploads:
         begin, owner = loop.time(), record_of(request).owner
         self._hold(request, 0)
         try:
-            async with asyncio.timeout_at(begin + _PATIENCE) as late:
+            own = connection_of(request.scope)
+            there = own is not None and own.is_whole
+            async with asyncio.timeout_at(None if there else begin + _PATIENCE) as late:
                 async for part in request.stream():
                     size += len(part)
                     if size > self._most:
@@ -76,9 +79,13 @@ class Uploads:
                             f"the request has more than {self._most} bytes, the most that this server "
                             "takes; send less, or start it with a larger --max-body",
                         )
+                    if not part:  # The end.
+                        continue
                     self._hold(request, size)
                     parts.append(part)
-                    pause = self._pause(owner, len(part), loop.time()) if size > SMALL else 0.0
+                    if size <= SMALL:
+                        continue
+                    pause = self._pause(owner, len(part), loop.time())
                     waited += pause
                     late.reschedule(begin + waited + _PATIENCE + size / _SLOWEST)
                     if pause:
