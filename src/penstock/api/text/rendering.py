@@ -10,6 +10,8 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 from penstock.api.text.processes import Pool, Process, serve
@@ -26,6 +28,8 @@ _PATIENCE = 60.0
 """Seconds by the clock, on a machine with much else to do."""
 _BRIEFLY = 0.2
 """Seconds after which a rendering leaves the processor to whatever else wants it."""
+_SHORT = 64
+"""Characters of names that are written once for all messages."""
 _LARGE = 64 << 10
 """Bytes from which on messages leave it from the beginning."""
 
@@ -35,6 +39,7 @@ class Template:
 
     def __init__(self, source: str) -> None:
         self._source = source
+        self._digest = sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
         self._variables: frozenset[str] | None = None
 
     @property
@@ -42,13 +47,23 @@ class Template:
         """The variables that the template reads, of those that it is given; there may be others in it. Raise
         RequestError if it cannot be compiled."""
         if self._variables is None:
-            self._variables = frozenset(_answer({"source": self._source}))
+            self._variables = frozenset(self._answer({}))
         return self._variables
 
     def render(self, variables: Mapping[str, object]) -> str:
         """Return the text of a conversation. Raise RequestError for whatever goes wrong in the template, and
         for what JSON cannot hold."""
-        return str(_answer({"source": self._source, "variables": variables}))
+        return str(self._answer({"variables": variables}))
+
+    def _answer(self, asked: dict[str, object]) -> Any:
+        """Ask by the digest alone, and by the source where the process has not seen it."""
+        asked["digest"] = self._digest
+        answer = _answer(asked)
+        if "unknown" in answer:
+            answer = _answer(asked | {"source": self._source})
+        if "fault" in answer:
+            raise RequestError(answer["fault"])
+        return answer["found"]
 
 
 def _answer(asked: Mapping[str, object]) -> Any:
@@ -64,9 +79,7 @@ def _answer(asked: Mapping[str, object]) -> Any:
             f"the model's chat template needs more than the {SECONDS:g} seconds or {MEMORY >> 20} MiB "
             "allowed for these messages; send fewer or shorter ones, or a plain prompt"
         ) from error
-    if "fault" in answer:
-        raise RequestError(answer["fault"])
-    return answer["found"]
+    return answer
 
 
 def _written(what: object) -> str:
@@ -79,7 +92,12 @@ def _written(what: object) -> str:
 
 
 def _name(name: object) -> str:
-    return json.dumps({name: 0})[1:-4]
+    return _text_name(name) if type(name) is str and len(name) < _SHORT else json.dumps({name: 0})[1:-4]
+
+
+@lru_cache(maxsize=256)
+def _text_name(name: str) -> str:
+    return json.dumps(name)
 
 
 def _renderer(*, yields: bool = False) -> Process:
@@ -105,14 +123,15 @@ def render(seconds: str, memory: str) -> None:
         asked = json.loads(sent)
         signal.setitimer(signal.ITIMER_PROF, float(seconds))  # Ends the process, whatever it does.
         try:
-            source = asked["source"]
-            if source not in compiled:
-                compiled[source] = ChatTemplate(source)
-            template = compiled[source]
-            found: object = (
-                template.render(asked["variables"]) if "variables" in asked else sorted(template.variables)
-            )
-            reply: Mapping[str, object] = {"found": found}
+            reply: Mapping[str, object]
+            if "source" in asked:
+                compiled[asked["digest"]] = ChatTemplate(asked["source"])
+            if (template := compiled.get(asked["digest"])) is None:
+                reply = {"unknown": True}
+            elif "variables" in asked:
+                reply = {"found": template.render(asked["variables"])}
+            else:
+                reply = {"found": sorted(template.variables)}
         except RequestError as fault:
             if isinstance(fault.__cause__, MemoryError):
                 os._exit(1)  # As where the system ends it.

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from penstock.server.parsing.output_parser import FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
 
@@ -41,7 +42,11 @@ class Dialect:
 def dialect_of(templates: Mapping[str, str], calls: str = AUTO, reasoning: str = AUTO) -> Dialect:
     """Return a model's dialect. templates: sources. calls, reasoning: one of TOOL_PARSERS and of
     REASONING_PARSERS; "harmony" as either means that all is written in channels."""
-    source = "\n".join(templates.values())
+    return _dialect("\n".join(templates.values()), calls, reasoning)
+
+
+@lru_cache(maxsize=16)
+def _dialect(source: str, calls: str, reasoning: str) -> Dialect:
     calls = _mentioned(source, _CALLS) if calls == AUTO else calls
     reasoning = _mentioned(source, _REASONING) if reasoning == AUTO else reasoning
     channels = HARMONY in (calls, reasoning)
