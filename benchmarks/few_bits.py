@@ -4,6 +4,7 @@ the device's best rate.
     PYTHONPATH=src python3 benchmarks/few_bits.py --out few_bits.json
     PYTHONPATH=src python3 benchmarks/few_bits.py --sweep --formats int4 --rows 1,16
     PYTHONPATH=src python3 benchmarks/few_bits.py --formats Q4_K,Q6_K --rows 1,16
+    PYTHONPATH=src python3 benchmarks/few_bits.py --peer --formats int4,fp8    beside humming-kernels
     PYTHONPATH=src python3 benchmarks/few_bits.py --tiny      the same code over tiny shapes, interpreted
 
 Every product is checked against the reference in float32 before it is timed. A graph holds a call for each of
@@ -23,6 +24,7 @@ from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", str(int("--tiny" in sys.argv)))  # read when kernels are imported
 
+import few_bits_peer
 import torch
 from decode_attention import read_ceiling, seconds_each
 from recording import need_commit, write
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,16,64")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--early", action="store_true", help="begin launches before the one before has ended")
+    parser.add_argument("--peer", action="store_true", help="time humming-kernels beside them")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -141,6 +144,9 @@ def main() -> None:
     print(f"read alone {ceiling / 1e12:.2f} TB/s")
     found = list[dict[str, Any]]()
     for name, (label, shape) in itertools.product(given.formats.split(","), shapes.items()):
+        if given.peer and shape == next(iter(shapes.values())):
+            counts = [int(rows) for rows in given.rows.split(",")]
+            peers = few_bits_peer.products(name, list(shapes.values()), counts, AT_LEAST)
         first = random_matrix(FORMATS[name], shape, 0)
         moved = sum(part.nbytes for part in first.parts.values())
         count = 2 if given.tiny else math.ceil(AT_LEAST / moved)
@@ -178,10 +184,14 @@ def main() -> None:
                     "us": seconds * 1e6, "share": moved / seconds / ceiling, "error": error,
                 }  # fmt: skip
                 found.append(line)
+            if given.peer:
+                work, count = peers[shape, rows]
+                found[-1]["peer_us"] = seconds_each(work, count) * 1e6
             these = found[-len([got for got in done if got is not None]) :]
             usual, best = these[0], sorted(these, key=lambda one: float(one["us"]))[: 3 if given.sweep else 0]
             print(
                 f"{name:16} {label:12} {rows:3} rows  {usual['us']:7.1f} us  {usual['share']:.1%}",
+                f"peer {usual['peer_us']:.1f} us" if given.peer else "",
                 *(f"  {one['us']:.1f} {one['share']:.1%} {one['tuning'].partition('(')[2]}" for one in best),
                 flush=True,
             )

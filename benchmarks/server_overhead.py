@@ -59,12 +59,25 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
     return [[5 + (number * 31 + place * 7) % 4000 for place in range(length)] for number in range(count)]
 
 
-def all_streamed(place: tuple[str, int], model: str, prompts: Sequence[Sequence[int]], tokens: int) -> int:
+def all_streamed(
+    place: tuple[str, int],
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    kept: list[socket.socket] | None = None,
+) -> int:
     """Have one stream for each prompt, all at once, each over a connection of its own, and read them to their
-    ends. Returns their events. The client is a few system calls a stream: what it takes is not the server's."""
+    ends. Returns their events. The client makes few system calls: what it takes is not the server's.
+
+    kept: connections that are used again, as clients' pools do; None makes new ones.
+    """
     with ExitStack() as opened, selectors.DefaultSelector() as selector:
-        for prompt in prompts:
-            line = opened.enter_context(socket.create_connection(place))
+        for number, prompt in enumerate(prompts):
+            if kept is None:
+                line = opened.enter_context(socket.create_connection(place))
+            else:
+                kept += [socket.create_connection(place)] if number == len(kept) else []
+                line = kept[number]
             line.sendall(_request(model, prompt, tokens))
             selector.register(line, selectors.EVENT_READ, bytearray())
         events = 0
@@ -75,7 +88,7 @@ def all_streamed(place: tuple[str, int], model: str, prompts: Sequence[Sequence[
                 assert piece, bytes(last)
                 last += piece
                 events += last.count(EVENT)
-                if b"data: [DONE]" in last:
+                if last.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
                     selector.unregister(key.fileobj)
                 # Not so many bytes that what was counted would be counted again.
                 del last[: 1 - len(EVENT)]
@@ -111,6 +124,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=SHAPES, help="random weights in this shape instead of the shipped model"
     )
+    parser.add_argument("--kept", action="store_true", help="use connections again from round to round")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     dtype = asked.dtype or ("float32" if asked.device == "cpu" else "bfloat16")
@@ -128,7 +142,7 @@ def main() -> None:
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     torch.set_num_threads(1)
     need_commit(asked.out)
-    events = list[int]()
+    events, kept = list[int](), list[socket.socket]() if asked.kept else None
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         model = SHIPPED_MODEL
         if asked.shape:
@@ -150,7 +164,7 @@ def main() -> None:
 
         def by_the_server() -> float:
             begin = time.perf_counter()
-            events.append(all_streamed(place, server.name, prompts, asked.tokens))
+            events.append(all_streamed(place, server.name, prompts, asked.tokens, kept))
             return time.perf_counter() - begin
 
         found = in_turns({"served": by_the_server, "alone": by_itself}, asked.rounds)
@@ -168,6 +182,7 @@ def main() -> None:
         "streams": asked.streams,
         "tokens": asked.tokens,
         "prompt": asked.prompt,
+        "kept connections": asked.kept,
         "alone": {
             **found["alone"].record(),
             "tokens_per_second": work / sum(alone),
