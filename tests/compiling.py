@@ -561,6 +561,17 @@ def dealt(text: str) -> list[str]:
     return [f"{one[1]} {one[2]}" if one else "unknown" for one in found]
 
 
+_FROM_REGISTERS = re.compile(r"ttng\.warp_group_dot [^\n]*: tensor<[^\n]*\* *!ttg\.memdesc")
+"""A product of capability 9.0 that reads its left operand from registers while the program goes on."""
+_UNDER_WAY = re.compile(r"ttng\.warp_group_dot_wait [^\n]*pendings = [1-9]")
+
+
+def overtakes(text: str) -> bool:
+    """Whether a program may go on to write registers that a product under way has yet to read: who only waits
+    for all but some of the products may be given the operands of these for what comes next."""
+    return bool(_FROM_REGISTERS.search(text) and _UNDER_WAY.search(text))
+
+
 @contextmanager
 def elsewhere(capability: int, seen: Callable[[Any], None]) -> Iterator[None]:
     """On a device of this compute capability, where kernels are compiled instead of launched; each that would
@@ -606,6 +617,8 @@ def main(capability: int, names: list[str], *, early_only: bool = False) -> None
         }
         told |= {"meets": meets(kernel.asm["ptx"]), "barriers": kernel.asm["ptx"].count("bar.sync")}
         told["dealt"] = dealt(kernel.asm["ttgir"])
+        told["overtakes"] = overtakes(kernel.asm["ttgir"])
+        told["products"] = len(_FROM_REGISTERS.findall(kernel.asm["ttgir"]))
         if kernel.metadata.launch_pdl:
             told["before"] = before_the_wait(kernel.asm["ptx"])
             told["waits"] = kernel.asm["ptx"].count("griddepcontrol.wait")

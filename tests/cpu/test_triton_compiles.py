@@ -51,6 +51,7 @@ EARLY = (
     "sums",
     "few bits, zero points in turn",
     "few bits, MXFP4 in turn",
+    "few bits experts, small groups",
     "blocks of GGUF, four bits in turn",
 )
 """Where launches may begin before those before them have ended, which devices can from 9.0 on. What such a
@@ -76,6 +77,8 @@ def test_every_kernel_compiles_for_it_and_fits(
     assert all(kernel["early"] for kernel in kernels) or not early
     assert not [kernel for kernel in kernels if kernel["shared"] > most]
     assert not [kernel for kernel in kernels if {"write", "end"} & set(kernel.get("before", ()))]
+    assert not [kernel for kernel in kernels if kernel["overtakes"]]
+    assert cases != EARLY or sum(kernel["products"] for kernel in kernels) > 2
     # The products of a warp are used with a compiler that deals tensors out as they need, and no other.
     dealt = [each for kernel in kernels for each in kernel["dealt"]]
     assert {each.startswith("[32, 1, 1] [1, ") for each in dealt} <= {warp_tiles.DEALT}

@@ -212,6 +212,20 @@ def operands(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def settled(sums, PTX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return sums in float32 when the products that were added to them are complete.
+
+    On capability 9.0 a product is under way while a program goes on, and reads its left operand from the
+    registers that it rests in. Where sums only go from product to product, Triton 3.6 waits for all but the
+    last few of these, and gives their registers to what the next step makes: then operands are written over
+    before they are read, now and then. Who looks at sums waits for all. PTX: empty where nothing is compiled.
+    """
+    if PTX == "":
+        return sums
+    return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def number(  # type: ignore[no-untyped-def]
     words, zero, scale, place: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, SCALED: tl.constexpr
 ):

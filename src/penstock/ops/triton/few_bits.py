@@ -32,6 +32,7 @@ from penstock.ops.triton.codes import (
     kind_of,
     operands,
     scale_of,
+    settled,
 )
 from penstock.ops.triton.dequantise import dequantise as dequantise
 from penstock.ops.triton.dequantise import reads as reads
@@ -156,7 +157,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
         )
         part = tl.dot(operand, tl.trans(some.to(operand.dtype)), input_precision="ieee")
         if SCALED:
-            acc += part
+            acc = settled(acc + part, PTX)
         else:
             acc += part * scale_of(t0, SCALES)[:, None]
         z0, z1, t0, t1, t2, t3 = next_z0, next_z1, next_t0, next_t1, next_t2, next_t3

@@ -30,6 +30,7 @@ from penstock.ops.triton.codes import (
     kind_of,
     operands,
     scale_of,
+    settled,
 )
 from penstock.ops.triton.expert_columns import (
     FEW_TOKENS,
@@ -194,7 +195,10 @@ def _expert_products(  # type: ignore[no-untyped-def]
             REGISTERS,
         ).to(OPERAND)
         some = tl.dot(operand, tl.trans(some.to(OPERAND)), input_precision="ieee")
-        sums += some if SCALED else some * scale_of(t0, SCALES)[:, None]
+        if SCALED:
+            sums = settled(sums + some, PTX)
+        else:
+            sums += some * scale_of(t0, SCALES)[:, None]
         z0, z1, t0, t1, t2, t3 = next_z0, next_z1, next_t0, next_t1, next_t2, next_t3
     if FOLDED != 1.0:
         sums *= FOLDED
