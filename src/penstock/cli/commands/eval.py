@@ -14,7 +14,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.setting import MOST
 from penstock.cli.command import CONTEXT, TOKENS, Command, TokenRange, debug_option, option
 from penstock.cli.load import compute_with, loading_bar
-from penstock.cli.models import download_option, located, taken
+from penstock.cli.models import download_option, expect_tokenizer, located, taken
 from penstock.cli.options import (
     BLOCKS,
     DEVICE,
@@ -222,6 +222,7 @@ def _config(asked: Mapping[str, Any], needed: tuple[int, str] | None) -> Config:
     most = needed and min(needed[0], MOST)
     config = settings_from(Config, asked, model=asked["model"], max_length=most)
     config, _ = located(config, **taken(asked, "json"))
+    expect_tokenizer(config.model)
     if needed and not config.beyond_trained:
         from penstock.cli.shape import expect_trained  # 0.1 s, with what knows all families of models
 
