@@ -88,7 +88,7 @@ class Machine:
 
     @property
     def own(self) -> int:
-        """So many bytes of DEVICE are taken before anything of a model is there."""
+        """The driver and what a boot sets aside for kernels take so many bytes of DEVICE."""
         return 0 if self.host is None else CONTEXT + self.host // TABLES
 
     @property
