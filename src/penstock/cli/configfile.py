@@ -26,7 +26,7 @@ _PROMPTS = {
     _RUN: '; type the prompt behind the command, or set file = "PATH" to a text file that has it',
     "chat": "; what you say comes once chat has begun",
 }
-"""Where a prompt goes that stands in the table of a command."""
+"""Says where a prompt goes that stands in the table of a command."""
 _FEW = 12
 """Names that a message may list."""
 Commands = Mapping[str, tuple[click.Command, ...]]
