@@ -1,6 +1,7 @@
 """Whatever is wrong with a model, a setting or a prompt is said in one line, as an error of its kind, and
 nothing else suffers."""
 
+import array
 import asyncio
 import copy
 import inspect
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -324,7 +326,7 @@ def test_sampling_settings(settings: dict[str, object]) -> None:
         ([3] * 128, "128"),
         ([[3], [3] * 500], "500"),
         ([[1, [2]]], "[2]"),
-        (torch.tensor([1, 2]), "Tensor"),
+        (torch.tensor([[1, 2]]), "1 x 2"),
     ],
     ids=repr,
 )
@@ -390,6 +392,38 @@ def test_text_without_a_tokenizer(llm: LLM) -> None:
     refused(CheckpointError, "tokenizer.json", call=lambda: llm.decode([5]))
     refused(CheckpointError, "tokenizer.json", call=lambda: llm.generate([[5], "hello"]))
     assert (llm.stats().running, llm.stats().waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([3, 4, 5]),
+        np.array([3, 4, 5], dtype=np.uint8),
+        [np.int64(3), 4, np.int32(5)],
+        torch.tensor([3, 4, 5]),
+        [*torch.tensor([3, 4, 5])],
+        array.array("i", [3, 4, 5]),
+    ],
+)
+def test_token_ids_may_be_an_array(llm: LLM, ids: Any) -> None:
+    expected = llm.generate([3, 4, 5], GREEDY)[0]
+    one, [first, second] = llm.generate(ids, GREEDY)[0], llm.generate([ids, [3, 4, 5]], GREEDY)
+    for found in (one, first, second):
+        assert (found.prompt_tokens, found.tokens) == (expected.prompt_tokens, expected.tokens)
+        assert {type(token) for token in found.prompt_tokens} == {int}
+    assert list(llm.stream(ids, GREEDY))[-1].finish_reason == expected.finish_reason
+
+
+def test_arrays_that_are_no_prompt(llm: LLM) -> None:
+    for rows in (np.array([[3, 4], [5, 0]]), torch.tensor([[3, 4], [5, 0]])):
+        for ask in (llm.generate, llm.stream, lambda prompt: llm.generate([prompt, [3]])):
+            with pytest.raises(
+                RequestError, match=r"an array of 2 x 2, but .*; give one row, such as ids\[0\]"
+            ):
+                ask(rows)  # type: ignore[operator]
+    for ids in (np.array([3.0]), torch.tensor([True]), np.array([-1]), [np.float32(3)], [3, np.bool_(True)]):
+        refused(RequestError, call=lambda ids=ids: llm.generate(ids, GREEDY))
+        refused(RequestError, call=lambda ids=ids: llm.stream(ids, GREEDY))
 
 
 def test_a_closed_engine() -> None:

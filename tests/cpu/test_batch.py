@@ -4,6 +4,7 @@ ended."""
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -214,6 +215,35 @@ def test_the_command_says_how_it_went(tmp_path: Path, capsys: pytest.CaptureFixt
     out, err = capsys.readouterr()
     assert out == ""
     assert f"2 requests, 1 answered, 1 refused: {target}" in err
+
+
+def test_answers_go_to_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").write_text(line("a", prompt="Hello", max_tokens=2) + "\n" + line("b", prompt="a", n=0))
+    assert main(["batch", "in", "-", *FEW]) == 3
+    out, err = capfd.readouterr()
+    assert {json.loads(one)["custom_id"] for one in out.splitlines()} == {"a", "b"}
+    assert "2 requests, 1 answered, 1 refused: stdout" in err
+    assert os.listdir() == ["in"]
+
+
+def test_answers_of_an_earlier_run_stay_where_stdout_goes(tmp_path: Path) -> None:
+    """They are not read: a shell adds to them, or has emptied the file."""
+    (tmp_path / "in").write_text(line("a", prompt="Hello", max_tokens=2))
+    (tmp_path / "out").write_text("a word\n")
+    command = [sys.executable, "-m", "penstock", "batch", str(tmp_path / "in"), "-", "--quiet", *FEW]
+    for count in (1, 2):
+        with (tmp_path / "out").open("ab") as out:
+            assert subprocess.run(command, stdout=out, check=False).returncode == 0
+        first, *rest = (tmp_path / "out").read_text().splitlines()
+        assert first == "a word"
+        assert [json.loads(one)["custom_id"] for one in rest] == ["a"] * count
+    with open("/dev/full", "wb") as out:
+        full = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    assert (full.returncode, full.stderr.count("\n")) == (2, 1)
+    assert "the output cannot be written: No space left on device" in full.stderr
 
 
 def test_a_line_refused_for_its_models_name_is_asked_again_once_the_model_has_it(

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 import forks
 from penstock.arch import bounds
 from penstock.arch.layout import GroupId, GroupKind, GroupLayout, group_layouts
-from penstock.base.config import Config
+from penstock.base.config import SHIPPED_MODEL, Config
 from penstock.base.errors import BudgetError, CheckpointError, ConfigError, RequestError
 from penstock.base.meter import WeightStats
 from penstock.bench.doctor import calibration
@@ -486,6 +487,11 @@ def test_threads_are_those_asked_for(bare: Path, capsys: pytest.CaptureFixture[s
             "'4K,x' is not a list of token counts; write one like 4096,32K,1M",
         ),
         (["context", "--lengths", "0"], "is not a list of token counts"),
+        (
+            ["context", "--lengths", "40K,128"],
+            "--lengths 40960 is more than the 32768 positions the model was trained for; lower it, give the "
+            "checkpoint a rope scaling by 1.25, or allow it with --beyond-trained",
+        ),
         (["context", "--host-kv-memory", "much"], "much"),
         (["context", "--out", "no/such/place.json"], "directory does not exist"),
     ],
@@ -702,6 +708,22 @@ def test_contexts_that_were_asked_for_and_do_not_fit_are_refused() -> None:
         match=r"measuring 3 tokens after 500 takes 509 positions, but KV has room for 408; lower --lengths",
     ):
         contexts.sweep(course(40, 100, 500, host_kv_memory=400 * TOKEN))
+    with pytest.raises(RequestError, match=r"after 3,000,000,000 takes .* but KV has room for 408"):
+        contexts.sweep(course(3_000_000_000, host_kv_memory=400 * TOKEN))
+
+
+def test_contexts_beyond_what_a_model_was_trained_for_must_be_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in SHIPPED_MODEL.iterdir():
+        shutil.copy(file, tmp_path / file.name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    given = ["bench", "context", str(tmp_path), "--lengths", "120", "--output", "1", "--device", "cpu"]
+    assert main([*given, "--json"]) == 2
+    assert "--lengths 120 is more than the 100 positions" in capsys.readouterr().err
+    assert main([*given, "--json", "--beyond-trained"]) == 0
+    assert [row["context"] for row in json.loads(capsys.readouterr().out)["contexts"]] == [120]
 
 
 def test_the_command_for_contexts(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -750,6 +750,19 @@ def test_bad_input_gets_one_line(penstock: Penstock, model: Path, arguments: lis
     assert message in penstock("run", model, *arguments).error()
 
 
+@pytest.mark.parametrize("asked", [["run", "abc"], ["chat"], ["chat", "--raw"], ["eval", "needle"]])
+def test_text_for_a_model_without_a_tokenizer_is_refused_before_weights_are_loaded(
+    penstock: Penstock, packed: Path, tmp_path: Path, asked: list[str]
+) -> None:
+    bare = shutil.copytree(packed, tmp_path / "pack", ignore=shutil.ignore_patterns("tokenizer*"))
+    at = 2 if asked[0] == "eval" else 1
+    result = penstock(*asked[:at], bare, *asked[at:], stdin=b"abc\n")
+    assert result.error().startswith(
+        f"{bare} has no tokenizer.json, which text needs; add the file, or give "
+    )
+    assert len(result.err.splitlines()) == 1
+
+
 def test_stdin_and_files_that_are_not_utf8_or_empty(penstock: Penstock, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "latin1.txt"
     file.write_bytes("naïve".encode("latin1"))

@@ -163,9 +163,7 @@ def test_lengths_beyond_what_the_model_was_trained_for_must_be_allowed(
         *FEW,
     ]
     assert main(asked) == 2
-    assert (
-        "--max-length 512 is more than the 500 positions the model was trained for" in capsys.readouterr().err
-    )
+    assert "--lengths 512 is more than the 500 positions the model was trained for" in capsys.readouterr().err
     assert main([*asked, "--beyond-trained"]) == 0
     assert [cell["length"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [512]
 
@@ -245,7 +243,11 @@ def test_who_knows_the_answer_is_right_and_who_does_not_is_wrong(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "100000"], r"--max-length 100000 is more than the 32768 positions"),
+        (["--lengths", "100000"], r"--lengths 100000 is more than the 32768 positions"),
+        (
+            ["--lengths", "512,99999M", "--beyond-trained", "--device-memory", "100MiB"],
+            r"a length of 104,856,551,424 tokens was asked for, but model and memory have room for",
+        ),
         (
             ["--lengths", "32"],
             r"a length of 32 tokens has no room for the question, which takes \d+, and 64 for the answer",

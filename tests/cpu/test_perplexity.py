@@ -169,6 +169,10 @@ def test_logits_that_are_no_numbers(llm: LLM, what: str, monkeypatch: pytest.Mon
         (["/nowhere.txt"], "/nowhere.txt does not exist"),
         ([__file__, "/nowhere"], "/nowhere does not exist"),
         ([__file__, "--length", "1"], "'--length'"),
+        (
+            [__file__, "--length", "32768"],
+            "--length 32768 with the token behind it is more than the 32768 positions the model was trained",
+        ),
         ([__file__, "--length", "64", "--stride", "64"], "a --stride of at most 63"),
         ([__file__, "--out", "/nowhere/a.json"], "its directory does not exist"),
     ],

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from penstock.arch.formats.recipe import config_in
+from penstock.base.config import SHIPPED_MODEL
 from penstock.base.cores import cpu_name
 from penstock.base.errors import ConfigError
 from penstock.base.units import format_rate, format_size
@@ -400,7 +401,11 @@ def test_a_config_with_a_format_is_enough(tmp_path: Path, capsys: pytest.Capture
         (["8B", "--machine", "laptop", "--context", "999999"], "131,072 positions"),
         (["8B", "--cpu-rate", "60GB/s"], "--cpu-compute is off; add --cpu-compute auto"),
         (["8B", "--cpu-compute", "on", "--cpu-rate", "60GB/s,50GB/s"], "one each for 1, 2, 4, 8 and 16 rows"),
-        (["8B", "--machine", "desktop-24", "--device-memory", "2GiB"], "too small for one group of weights"),
+        (
+            ["8B", "--machine", "desktop-24", "--device-memory", "2GiB"],
+            "which leaves no room for one group of weights, 1002 MiB, in 2.00 GiB of the device, of which "
+            "its driver and kernels take 1.17 GiB; raise --device-memory to ",
+        ),
         (["8B", "--machine", "laptop", "--picture", "/nowhere/plan.png"], "its directory does not exist"),
     ],
 )
@@ -412,6 +417,20 @@ def test_refusals_are_one_line(
     assert streams.out == ""
     assert message in streams.err
     assert len(streams.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("machine", ["laptop", "cpu"])
+def test_a_device_that_is_too_small_is_told_what_it_needs(
+    machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", str(SHIPPED_MODEL), "--machine", machine, "--device-memory"]
+    assert main([*asked, "1MiB"]) == 2
+    said = capsys.readouterr().err
+    assert "in 1.00 MiB of the device" in said
+    [needed] = re.findall(r"raise --device-memory to ([\d,]+) MiB$", said.rstrip())
+    least = int(needed.replace(",", ""))
+    assert main([*asked, f"{least}MiB"]) == 0
+    assert main([*asked, f"{least - 1}MiB"]) == 2
 
 
 def test_weights_that_are_not_quantised_have_the_dtype_that_is_named() -> None:

@@ -25,7 +25,7 @@ import forks
 import hubs
 import tiny
 from parity import GREEDY, WITH_PROMPT, measure
-from penstock import LLM
+from penstock import LLM, Structure
 from penstock.api.llm import SHIPPED_MODEL
 from penstock.arch import families
 from penstock.arch.families import Family, read_spec
@@ -366,6 +366,12 @@ def test_every_python_block_runs(number: int, capsys: pytest.CaptureFixture[str]
     exec(compile(filled(of_language(README, "python")[number]), str(README), "exec"), {})
     out = capsys.readouterr().out
     assert len(out.split()) > 10
+
+
+def test_every_kind_of_structure_is_named() -> None:
+    made = {name for name, one in vars(Structure).items() if isinstance(one, staticmethod)}
+    assert {"regex", "lark"} < made
+    assert set(re.findall(r"`Structure\.(\w+)\(\w*\)`", README.read_text(encoding="utf-8"))) == made
 
 
 def test_the_sample_of_what_is_printed_has_its_form(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,13 @@ def test_run_takes_the_model_that_is_set_unless_one_is_typed(
     assert "model 'set' does not exist" in said(capsys, "run", "--file", "prompt")[2]
 
 
+def test_run_takes_the_file_of_the_prompt_that_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("penstock.toml").write_text('[run]\nfile = "prompt.txt"\n')
+    Path("prompt.txt").write_text("Once upon a time")
+    code, out, _ = said(capsys, "run", "--device", "cpu", "--max-tokens", "3", "--json")
+    assert (code, json.loads(out)["prompt"]) == (0, "Once upon a time")
+
+
 # -- what is refused
 # ---------------------------------------------------------------------------------------------------------
 
@@ -156,7 +163,13 @@ WRONG = [
     ("no-prefix-cache = true", "there is no setting no-prefix-cache; did you mean prefix-cache?"),
     ("config = 'other.toml'", "there is no setting config"),
     ("[cache]\nyes = true", "there is no setting yes in [cache]"),
-    ("[pack]\nmodel = 'a'", "there is no setting model in [pack]"),
+    ("[pack]\nmodel = 'a'", "there is no setting model in [pack]; type it behind the command"),
+    ("[batch]\nrequests = 'a'", "there is no setting requests in [batch]; type it behind the command"),
+    (
+        "[run]\nprompt = 'a'",
+        'there is no setting prompt in [run]; type the prompt behind the command, or set file = "PATH" to a ',
+    ),
+    ("[chat]\nprompt = 'a'", "there is no setting prompt in [chat]; what you say comes once chat has begun"),
     ("max_body = 2000\nmax-body = 2000", "max-body is set twice, with - and with _"),
     ("port = 70000", "port: invalid value for '--port': 70000 is not in the range 0<=x<=65535"),
     ("[serve]\nport = 'x'", "port in [serve]: invalid value for '--port': 'x' is not a valid integer range"),

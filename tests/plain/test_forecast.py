@@ -620,7 +620,7 @@ def test_of_experts_a_cpu_takes_as_many_as_make_a_layer_shortest(
 @pytest.mark.parametrize(
     ("given", "work", "error", "message"),
     [
-        (Machine(GIB // 100, 64 * GIB, FAST, 1e12), WORK, BudgetError, "too small for one group of weights"),
+        (Machine(GIB // 100, 64 * GIB, FAST, 1e12), WORK, BudgetError, "in 10.2 MiB of the device, of which"),
         (
             machine(DENSE, 0.3, host=PROCESS, rates=replace(FAST, disk_to_host=0)),
             WORK,

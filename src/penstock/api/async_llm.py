@@ -57,7 +57,7 @@ class AsyncLLM:
     ) -> list[Completion]:
         """Complete one prompt or many, all at once; the results stand in the order of the prompts.
 
-        prompts: text, a list of token ids, a conversation, or a list of any of these.
+        prompts: text, a list or an array of token ids, a conversation, or a list of any of these.
         params: settings for all, or one for each.
         lora: name of the LoRA adapter for all, or one for each; None for none.
         Raises RequestError, before anything runs, if one of them cannot be served.

@@ -253,6 +253,7 @@ class PromptReader:
         """Return the prompt's text, if it has one, and its tokens."""
         if isinstance(prompt, str):
             return prompt, self._known(self.encode(prompt))
+        prompt = plain(prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise not_a_prompt(prompt)
         if prompt and isinstance(prompt[0], Mapping):
@@ -281,6 +282,7 @@ class PromptReader:
         """Return the same values, known to be token ids. Raise RequestError for what is none."""
         vocab, tokens = self.vocab_size, []
         for token in given:
+            token = token if isinstance(token, int) else plain(token)
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
                 raise RequestError(
                     f"token {shown(token)} is not in the vocabulary; token ids are whole numbers from 0 to "
@@ -343,6 +345,19 @@ class PromptReader:
         return sampling
 
 
+def plain(given: Any) -> Any:
+    """Return the list of an array or tensor of one dimension, the number of one of none, and what else is
+    given as it is. Raise RequestError for more dimensions, whose rows may be padded."""
+    if not hasattr(given, "tolist"):
+        return given
+    if getattr(given, "ndim", 1) > 1:
+        raise RequestError(
+            f"token ids are given in an array of {' x '.join(map(str, given.shape))}, but a prompt has one "
+            "dimension; give one row, such as ids[0], or a list of rows without padding"
+        )
+    return given.tolist()
+
+
 def not_a_prompt(given: object) -> RequestError:
     """Return the error for a value that is no prompt."""
     return RequestError(
@@ -396,14 +411,16 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts, of what may be a single one."""
     if isinstance(prompts, str):
         return [prompts]
+    prompts = plain(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise not_a_prompt(prompts)
-    if prompts and isinstance(prompts[0], int | Mapping):
+    if prompts and isinstance(plain(prompts[0]), int | Mapping):
         return [prompts]  # type: ignore[list-item]
-    for prompt in prompts:
+    several = [plain(prompt) for prompt in prompts]
+    for prompt in several:
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise not_a_prompt(prompt)
-    return list(prompts)  # type: ignore[arg-type]
+    return several
 
 
 def _as_settings(params: object) -> list[SamplingParams | None]:

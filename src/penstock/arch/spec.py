@@ -192,6 +192,10 @@ class ModelSpec:
         """Return the number of layers."""
         return len(self.stack)
 
+    def reaches(self, length: int) -> bool:
+        """Tell whether the model was trained for so many positions, or scales its rotations by the length."""
+        return length <= self.max_length or self.rope.kind is RopeKind.DYNAMIC
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Return each layer's sliding window: how many tokens a query sees, itself included.

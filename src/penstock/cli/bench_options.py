@@ -17,6 +17,7 @@ from penstock.cli.options import (
     MAX_STEP_TOKENS,
     OUTPUT,
     THREADS,
+    beyond_trained,
     check_temperature,
     checked,
     far_kv,
@@ -157,6 +158,7 @@ CONTEXTS = (
         metavar="N",
         help="Do it all N times, with fresh prompts. [1]",
     ),
+    beyond_trained("--lengths"),
 )
 REQUESTS = (
     option(

@@ -22,6 +22,11 @@ _OWN = ("help", "help-all", "config", "version", "yes")
 """Flags that are not settings: what is asked for once, and what is agreed to."""
 _RUN = "run"
 """The command with two arguments: a model, which may be set, and a prompt."""
+_PROMPTS = {
+    _RUN: '; type the prompt behind the command, or set file = "PATH" to a text file that has it',
+    "chat": "; what you say comes once chat has begun",
+}
+"""Says where a prompt goes that stands in the table of a command."""
 _FEW = 12
 """Names that a message may list."""
 Commands = Mapping[str, tuple[click.Command, ...]]
@@ -62,7 +67,8 @@ class ConfigFile:
                 continue
             known = _known(entry.table, commands)
             if entry.key not in known:
-                yield f"there is no setting {entry}{_nearest(entry.key, known, '{}')}"
+                way = _typed_behind(entry, commands) or _nearest(entry.key, known, "{}")
+                yield f"there is no setting {entry}{way}"
             elif (entry.table, entry.key) in seen:
                 yield f"{entry} is set twice, with - and with _; leave one of them out"
             seen.add((entry.table, entry.key))
@@ -169,6 +175,20 @@ def _known(table: str, commands: Commands) -> list[str]:
     return list(
         dict.fromkeys(key for name, some in of.items() for command in some for key in settable(name, command))
     )
+
+
+def _typed_behind(entry: Entry, commands: Commands) -> str:
+    """Return what to do about a key that stands for an argument of its table's command; empty for others."""
+    if entry.key == "prompt" and entry.table in _PROMPTS:
+        return _PROMPTS[entry.table]
+    arguments = (
+        one
+        for command in commands.get(entry.table, ())
+        for one in command.params
+        if isinstance(one, click.Argument)
+    )
+    name = entry.key.replace("-", "_")
+    return "; type it behind the command" if any(one.name == name for one in arguments) else ""
 
 
 def _nearest(name: str, known: Iterable[str], form: str) -> str:

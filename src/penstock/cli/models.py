@@ -58,6 +58,15 @@ def located(
     return replace(config, model=found.path), found.name
 
 
+def expect_tokenizer(model: Path) -> None:
+    """Raise CheckpointError, before weights are loaded, for a model's directory that has no tokenizer."""
+    if (model / "config.json").exists() and not (model / "tokenizer.json").exists():
+        raise CheckpointError(
+            f"{model} has no tokenizer.json, which text needs; add the file, or give prompts as token ids, "
+            "from Python or to penstock serve"
+        )
+
+
 def taken(asked: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """Return the arguments of `located` from those of a command. more: its flags that leave remarks out."""
     return {"download": asked["download"], "quiet": any(asked.get(flag) for flag in ("quiet", *more))}

@@ -331,9 +331,7 @@ _REPORT = (
     ),
 )
 DEVICE = engine_flags("device", "dtype", "device_memory", "host_memory")
-[BEYOND_TRAINED, MAX_STEP_TOKENS, CPU_COMPUTE, THREADS] = engine_flags(
-    "beyond_trained", "max_step_tokens", "cpu_compute", "threads"
-)
+[MAX_STEP_TOKENS, CPU_COMPUTE, THREADS] = engine_flags("max_step_tokens", "cpu_compute", "threads")
 BLOCKS = engine_flags("block_size", "kv_blocks")
 
 
@@ -347,6 +345,12 @@ def far_kv(usual: str, host: str = ENGINE_SETTINGS["host_kv_memory"].help) -> tu
         *engine_flags("disk_kv_memory", "kv_directory", "host_kv_dtype", "kv_store", "kv_tile"),
         *engine_flags("attention_policy", "prefill_policy", "sketch_bits", "missed_limit"),
     )
+
+
+def beyond_trained(lengths: str) -> Decorator:
+    """Return the flag --beyond-trained of a command that takes lengths by a flag of its own."""
+    said = f"Allow {lengths} beyond the positions that the model was trained for."
+    return flag(ENGINE_SETTINGS["beyond_trained"], help=said)
 
 
 _ENGINE = engine_flags(*ENGINE_SETTINGS)

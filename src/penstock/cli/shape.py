@@ -8,9 +8,10 @@ from penstock.arch.formats.recipe import METHOD, config_in
 from penstock.arch.heads import HeadSpec, check_kind, is_head, read_head
 from penstock.arch.mtp import no_mtp, read_mtp
 from penstock.arch.spec import ModelSpec
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, PenstockError
 from penstock.bench.shapes import SHAPES
 from penstock.cli.terminal import one_line
+from penstock.engine.limits import check_positions
 from penstock.hub.models import local, shape_of
 from penstock.hub.names import ModelName
 from penstock.weights.checkpoint.config import read_config
@@ -49,6 +50,16 @@ def open_model(model: str, weight_format: str | None = None) -> tuple[str, Model
             name = one_line(named.parent.name)
     config = config_in(weight_format, config, where)
     return name, read_spec(config, where), family_of(config, where).names
+
+
+def expect_trained(model: Path, length: int, asked: str) -> None:
+    """Raise ConfigError for a length beyond the positions that a model which is here was trained for. What
+    else is wrong with the model, loading says. asked: what asks for it, as the message names it."""
+    try:
+        _, spec, _ = open_model(str(model))
+    except PenstockError:
+        return
+    check_positions(spec, length, asked)
 
 
 def open_head(model: str) -> HeadSpec | None:

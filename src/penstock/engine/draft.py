@@ -14,7 +14,7 @@ from penstock.arch.formats.recipe import COPY_GROUPS, Recipe, copy_recipe
 from penstock.arch.heads import HeadSpec, head_layouts
 from penstock.arch.layout import GroupLayout, KVLayout, group_layouts, kv_layout
 from penstock.arch.shards import WHOLE, Shard
-from penstock.arch.spec import DTYPE_BYTES, ModelSpec, RopeKind
+from penstock.arch.spec import DTYPE_BYTES, ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
@@ -96,7 +96,7 @@ def beyond_trained(draft: ModelSpec, length: int) -> str:
 
     Outputs stay right, since the target verifies every draft.
     """
-    if length <= draft.max_length or draft.rope.kind is RopeKind.DYNAMIC:
+    if draft.reaches(length):
         return ""
     return (
         f"warning: the draft model was trained for {draft.max_length:,} positions, and requests may have "

@@ -17,7 +17,7 @@ from penstock.arch import bounds
 from penstock.arch.families import TensorNames
 from penstock.arch.layout import GroupKind, GroupLayout, group_layouts
 from penstock.arch.parts import local_spec
-from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.arch.spec import ModelSpec
 from penstock.base.errors import ConfigError
 from penstock.base.tiers import Tier
 from penstock.engine.budget import Budget
@@ -227,7 +227,7 @@ def forecast(spec: ModelSpec, names: TensorNames, machine: Machine, work: Work) 
     ConfigError.
     """
     check_state(work.settings, spec)
-    if work.context > spec.max_length and spec.rope.kind is not RopeKind.DYNAMIC:
+    if not spec.reaches(work.context):
         raise ConfigError(
             f"a context of {work.context:,} is more than the {spec.max_length:,} positions the model was "
             "trained for; lower --context"

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 from penstock.arch.families import TensorNames
 from penstock.arch.spec import ModelSpec
+from penstock.base.errors import BudgetError
 from penstock.engine.forecast import Forecast, forecast
 
 GB = 10**9
@@ -45,7 +46,10 @@ def gains(spec: ModelSpec, names: TensorNames, now: Forecast) -> tuple[Gain, ...
     for more in More:
         if more not in others:
             continue
-        then = forecast(spec, names, others[more], now.work)
+        try:
+            then = forecast(spec, names, others[more], now.work)
+        except BudgetError:  # More host memory takes more of the device for its page tables.
+            then = now
         paces = ((then.decode, now.decode), (then.prefill, now.prefill))
         found.append(
             Gain(

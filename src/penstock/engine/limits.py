@@ -3,7 +3,7 @@
 from math import ceil
 from pathlib import Path
 
-from penstock.arch.spec import ModelSpec, RopeKind
+from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
 from penstock.base.units import parse_size
@@ -33,23 +33,23 @@ def dtype_of(config: Config, stored: str, pack: Path | None, hardware: Hardware)
     return stored if pack is not None or hardware.halves else "float32"
 
 
+def check_positions(spec: ModelSpec, length: int, asked: str) -> None:
+    """Raise ConfigError for a length beyond the positions that a model was trained for. asked: what asks for
+    it, as the message names it."""
+    if not spec.reaches(length):
+        raise ConfigError(
+            f"{asked} is more than the {spec.max_length} positions the model was trained for; lower it, give "
+            f"the checkpoint a rope scaling by {ceil(100 * length / spec.max_length) / 100:g}, or allow it "
+            "with beyond_trained"
+        )
+
+
 def limits_of(config: Config, spec: ModelSpec, hardware: Hardware) -> SchedulerLimits:
     """Return the limits that were asked for, or the device's defaults. Raises ConfigError."""
     check_state(config, spec)
     usual = STEP["cuda" if hardware.cuda else "cpu"]
-    beyond = (
-        config.max_length is not None
-        and config.max_length > spec.max_length
-        and spec.rope.kind is not RopeKind.DYNAMIC
-    )
-    if beyond and not config.beyond_trained:
-        assert config.max_length is not None
-        raise ConfigError(
-            f"max_length {config.max_length} is more than the {spec.max_length} positions the model was "
-            "trained for; lower it, give "
-            f"the checkpoint a rope scaling by {ceil(100 * config.max_length / spec.max_length) / 100:g}, "
-            "or allow it with beyond_trained"
-        )
+    if config.max_length is not None and not config.beyond_trained:
+        check_positions(spec, config.max_length, f"max_length {config.max_length}")
     tokens = config.max_step_tokens or usual.tokens * (2 if _is_roomy(config, hardware) else 1)
     sequences = config.max_sequences or min(usual.sequences, tokens)
     if sequences > tokens:

@@ -14,7 +14,13 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
-from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activations, weights_room
+from penstock.engine.budget import (
+    GROWTH,
+    goes_to_host,
+    on_heap,
+    usual_activations,
+    weights_room,
+)
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.costs import StepCosts
 from penstock.engine.cpu import may_share
@@ -39,6 +45,8 @@ H200."""
 FIXED = 384 << 20
 """Memory of a GPU for recorded steps, partial results and what libraries keep, whatever the step: as it was
 on an H100 and an H200."""
+_MOST = 1 << 24
+"""MiB of a device up to which one is looked for that would do: 16 TiB."""
 BUFFERS = 40 << 20
 """Memory that a CPU's library of products keeps: that of eight threads."""
 
@@ -79,9 +87,14 @@ class Machine:
         )
 
     @property
+    def own(self) -> int:
+        """The driver and what a boot sets aside for kernels take so many bytes of DEVICE."""
+        return 0 if self.host is None else CONTEXT + self.host // TABLES
+
+    @property
     def usable(self) -> int:
         """Weights, KV and activations have so many bytes of DEVICE."""
-        return self.device if self.host is None else max(self.device - CONTEXT - self.host // TABLES, 0)
+        return max(self.device - self.own, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +158,13 @@ def plan_of(
     try:
         _weights_room(outline, measured)
     except BudgetError as error:
-        less = _less(spec, layouts, machine, work)
-        if not less:
-            raise
-        demand, none = outline.demand(measured.activations), ", or do without the draft model"
-        kv = format_size((demand.fixed_blocks or 1) * demand.block_bytes)
-        draft = f", {format_size(demand.draft_weights)} for the draft model" if work.draft else ""
-        sequences = f"a batch of {work.batch:,}" if work.batch > 1 else "a sequence"
-        raise BudgetError(
-            f"{sequences} with a context of {work.context:,} takes {kv} of KV{draft} and "
-            f"{format_size(demand.beside)} for {demand.beside_parts}, which leaves no room for one group of "
-            f"weights, {format_size(max(map(padded, layouts)))}, in {format_size(outline.total)} of the "
-            f"device; {less} would fit; or raise --device-memory{none if work.draft else ''}"
-        ) from error
+        what = _too_small(outline, measured, machine)
+        if less := _less(spec, layouts, machine, work):
+            way = f"{less} would fit; or raise --device-memory"
+        else:
+            way = f"raise --device-memory to {_least_device(spec, layouts, machine, work):,} MiB"
+        none = ", or do without the draft model" if work.draft else ""
+        raise BudgetError(f"{what}; {way}{none}") from error
     return plan_boot(outline, measured)
 
 
@@ -206,6 +213,35 @@ def _weights_room(outline: Outline[LongRoom], measured: Measured) -> int:
     """Return the bytes that weights may take on the device. Raises BudgetError."""
     demand = outline.demand(measured.activations)
     return weights_room(outline.total, outline.layouts, demand, host_is_device=outline.one_memory)
+
+
+def _too_small(outline: Outline[LongRoom], measured: Measured, machine: Machine) -> str:
+    """Say what a device takes beside weights, and that it has no room for one group of these."""
+    demand, limits = outline.demand(measured.activations), outline.limits
+    kv = format_size((demand.fixed_blocks or 1) * demand.block_bytes)
+    draft = f", {format_size(demand.draft_weights)} for the draft model" if outline.draft else ""
+    batch = limits.max_sequences
+    own = f", of which its driver and kernels take {format_size(machine.own)}" if machine.own else ""
+    return (
+        f"{f'a batch of {batch:,}' if batch > 1 else 'a sequence'} with a context of {limits.max_length:,} "
+        f"takes {kv} of KV{draft} and {format_size(demand.beside)} for {demand.beside_parts}, which leaves "
+        f"no room for one group of weights, {format_size(max(map(padded, outline.layouts)))}, in "
+        f"{format_size(machine.device)} of the device{own}"
+    )
+
+
+def _least_device(spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work) -> int:
+    """Return the MiB of the smallest device for which a boot can be planned; on a CPU those of all ranks."""
+    ranks = work.settings.tensor_parallel if machine.host is None else 1
+
+    def fits(size: int) -> bool:
+        try:
+            plan_boot(*_outline_of(spec, layouts, replace(machine, device=(size << 20) // ranks), work))
+        except BudgetError:
+            return False
+        return True
+
+    return bisect_left(range(_MOST), True, key=fits)
 
 
 def _less(spec: ModelSpec, layouts: Sequence[GroupLayout], machine: Machine, work: Work) -> str:

@@ -39,6 +39,8 @@ KINDS: dict[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
 }
+STDOUT = Path("-")
+"""Answers that go there are written to stdout. Each run answers all requests."""
 _AHEAD = 2
 """Outputs that are queued at a time, for each that the engine computes at a time: enough that it never
 waits."""
@@ -123,7 +125,7 @@ class Batch:
         """Find what has been answered. Raise ConfigError for files that cannot be used."""
         self._source, self._target = source, target
         with suppress(OSError):
-            if source.samefile(target):
+            if target != STDOUT and source.samefile(target):
                 raise ConfigError(f"{target} is the file of requests, too; name another one for the answers")
         self._kept = self._resumed()
         self.lines, self.answered, self.failed = 0, 0, 0
@@ -140,7 +142,7 @@ class Batch:
                 return None
             lines += 1
             failed += kept.failed
-        if not lines and not self._target.exists():
+        if not lines and (self._target == STDOUT or not self._target.exists()):
             raise ConfigError(f"{self._source} has no requests; write one to a line, as JSON")
         return Tally(lines, lines, failed)
 
@@ -155,7 +157,7 @@ class Batch:
         self.lines, self.answered, self.failed = 0, 0, 0
         refused: list[bytes] = []
         tasks = self._tasks(llm, names, refused)
-        with self._target.open("ab", buffering=0) as out:
+        with FileIO(os.dup(1), "wb") if self._target == STDOUT else FileIO(self._target, "ab") as out:
             for line in refused:
                 self._put(out, line, failed=True)
             progress(self._tally())
@@ -201,8 +203,10 @@ class Batch:
         self.answered += 1
         self.failed += failed
 
-    def _unwritten(self, fault: OSError) -> ConfigError:
-        """Return the error for answers that cannot be written."""
+    def _unwritten(self, fault: OSError) -> OSError | ConfigError:
+        """Return the error for answers that cannot be written: to stdout, that of any output."""
+        if self._target == STDOUT:
+            return OSError(fault.errno, fault.strerror)
         return ConfigError(
             f"{self._target} cannot be written: {fault.strerror}; {counted(self.answered, 'answer')} of "
             f"{self.lines:,} are kept there; free some space, and run it again, which goes on behind them"
@@ -211,7 +215,7 @@ class Batch:
     def _resumed(self) -> dict[str, list[_EarlierAnswer]]:
         """Return what has been answered of each id, and drop a last line that was cut short."""
         kept, whole = defaultdict[str, list[_EarlierAnswer]](list), 0
-        if not (self._target.is_file() or self._target.is_dir()):
+        if self._target == STDOUT or not (self._target.is_file() or self._target.is_dir()):
             return kept  # Nor has a pipe or a device answers of an earlier run.
         try:
             with self._target.open("rb+") as out:

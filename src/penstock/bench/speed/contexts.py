@@ -15,6 +15,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import RequestError
 from penstock.base.report import JsonLine
+from penstock.base.setting import MOST
 from penstock.base.units import format_duration, format_rate, format_size, parse_size
 from penstock.bench.machine import MachineInfo, machine
 from penstock.bench.report import Subject, table
@@ -216,7 +217,7 @@ def _sized(bench: ContextBench, model: OpenModel, longest: int) -> Config:
     """Return the config with room for exactly one sequence of the longest context, and no cached prefixes."""
     config, size = bench.target.config, bench.target.config.block_size
     # One block more than the sequence ever fills, which the scheduler keeps in reserve.
-    length = measure.context_room(longest, bench.output) + size
+    length = min(measure.context_room(longest, bench.output) + size, MOST)
     config = replace(config, max_sequences=1, prefix_cache=False, beyond_trained=True, max_length=length)
     blocks, (block, record) = -(-length // size), _lower_tier_bytes(config, model.spec, model.dtype)
     if config.disk_kv_memory is not None:

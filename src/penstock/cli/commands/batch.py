@@ -28,6 +28,7 @@ EXAMPLES = """
   penstock batch requests.jsonl answers.jsonl                    with the model that comes with penstock
   penstock batch requests.jsonl answers.jsonl --model ./my-model
   penstock batch requests.jsonl answers.jsonl                    once more: goes on where it was ended
+  penstock batch requests.jsonl - | jq .response.body.usage
 """
 
 
@@ -56,12 +57,13 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     REQUESTS is in OpenAI's batch format: a JSON object on each line. Each answer becomes a line of ANSWERS as
     soon as it is done. Requests are taken in the order in which they share most of their prompts, not in that
     of the file. What ANSWERS has already is not asked again, unless it was refused for a name that the model
-    has now. The exit code is 3 if some requests could not be served; their lines say why.
+    has now. ANSWERS of - go to stdout, and all is asked. The exit code is 3 if some requests could not be
+    served; their lines say why.
     """
     asked = ctx.params
     _expect_files(asked["requests"], asked["answers"])
     try:
-        from penstock.server.batch import Batch
+        from penstock.server.batch import STDOUT, Batch
     except ModuleNotFoundError as missing:
         raise ConfigError(
             f"a batch needs {missing.name}, which is not installed; pip install 'penstock[serve]'"
@@ -82,7 +84,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     if not asked["quiet"]:
         say(
             f"{counted(tally.lines, 'request')}, {tally.answered - tally.failed} answered, "
-            f"{tally.failed} refused: {asked['answers']}",
+            f"{tally.failed} refused: {'stdout' if asked['answers'] == STDOUT else asked['answers']}",
             faint=True,
         )
     if tally.failed:
@@ -96,6 +98,8 @@ def _expect_files(requests: Path, answers: Path) -> None:
         raise ConfigError(
             f"{requests} cannot be read: it {what}; give a file with one JSON request on each line"
         )
+    if answers == Path("-"):
+        return
     if answers.is_dir() or not answers.parent.is_dir() or not os.access(answers.parent, os.W_OK):
         what = (
             "it is a directory"

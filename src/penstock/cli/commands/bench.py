@@ -210,9 +210,14 @@ def _latency(
 def context(*, lengths: tuple[int, ...] | None, output: int, repeat: int, **given: Any) -> None:
     """Measure contexts of growing length, one sequence at a time: the memory that one takes, how fast its
     prompt is computed, how fast it then decodes, and what that streams. KV that the device has no room for
-    rests in host memory. Lengths may be beyond what the model was trained for: this is about speed. MODEL is
-    a checkpoint directory, or one with only a config.json; its weights are then random."""
+    rests in host memory. MODEL is a checkpoint directory, or one with only a config.json; its weights are
+    then random, and lengths may be any."""
     target, to = _prepare(given)
+    source, config = target.source, target.config
+    if lengths and isinstance(source, Path) and not (is_bare(source) or config.beyond_trained):
+        from penstock.cli.shape import expect_trained  # 0.1 s, with what knows all families of models
+
+        expect_trained(source, max(lengths), f"--lengths {max(lengths)}")
     from penstock.bench.speed.contexts import ContextBench, sweep
 
     to.write(sweep(ContextBench(target, lengths, output, repeat), to.say))

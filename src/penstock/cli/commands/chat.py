@@ -17,7 +17,7 @@ from penstock.cli.conversation import AnswerReader, Conversation
 from penstock.cli.editor import Editor, editor
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
-from penstock.cli.models import located, taken
+from penstock.cli.models import expect_tokenizer, located, taken
 from penstock.cli.options import (
     OUTPUT,
     PROMPT,
@@ -84,6 +84,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
         ),
         **taken(asked),
     )
+    expect_tokenizer(config.model)
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, asked["chat"], asked["system"], **asks)
         conversation.check()

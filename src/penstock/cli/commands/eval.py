@@ -11,16 +11,17 @@ import click
 
 from penstock.base.config import Config
 from penstock.base.errors import ConfigError
+from penstock.base.setting import MOST
 from penstock.cli.command import CONTEXT, TOKENS, Command, TokenRange, debug_option, option
 from penstock.cli.load import compute_with, loading_bar
-from penstock.cli.models import download_option, located, taken
+from penstock.cli.models import download_option, expect_tokenizer, located, taken
 from penstock.cli.options import (
-    BEYOND_TRAINED,
     BLOCKS,
     DEVICE,
     MAX_STEP_TOKENS,
     OUTPUT,
     THREADS,
+    beyond_trained,
     far_kv,
     names_of,
     settings_from,
@@ -56,16 +57,8 @@ _LINE = (
     option(OUTPUT, "--json", is_flag=True, help="Print nothing but one line of JSON."),
     option(OUTPUT, "--out", type=_FILE, metavar="FILE", help="Write the line of JSON to FILE, too."),
 )
-_ENGINE = (
-    *DEVICE,
-    *far_kv("what the lengths need"),
-    BEYOND_TRAINED,
-    *BLOCKS,
-    MAX_STEP_TOKENS,
-    THREADS,
-    download_option,
-    debug_option,
-)
+_FAR_KV = far_kv("what the lengths need")
+_REST = (*BLOCKS, MAX_STEP_TOKENS, THREADS, download_option, debug_option)
 _shared = with_options(
     option(
         WORK,
@@ -97,7 +90,10 @@ _shared = with_options(
     option(
         OUTPUT, "--picture", type=_FILE, metavar="FILE", help="Draw a heat map by depth and length, as a PNG."
     ),
-    *_ENGINE,
+    *DEVICE,
+    *_FAR_KV,
+    beyond_trained("--lengths"),
+    *_REST,
 )
 
 
@@ -162,7 +158,10 @@ def ruler(**asked: Any) -> None:
     ),
     option(WORK, "--tokens", type=TOKENS, metavar="N", help="Most tokens of the text. [all]"),
     *_LINE,
-    *_ENGINE,
+    *DEVICE,
+    *_FAR_KV,
+    beyond_trained("a --length"),
+    *_REST,
 )
 def perplexity(file: Path, length: int | None, stride: int | None, tokens: int | None, **asked: Any) -> None:
     """Measure the log-perplexity of FILE, a text or a folder's .txt files: the mean negative log-probability
@@ -171,10 +170,8 @@ def perplexity(file: Path, length: int | None, stride: int | None, tokens: int |
     is the small model that comes with penstock."""
     if not file.exists():
         raise ConfigError(f"{file} does not exist; give a text file, or a folder with some")
-    needed = None if length is None else length + 1
-    config = settings_from(Config, asked, model=asked["model"], max_length=needed)
     _expect_folder(asked["out"])
-    config, _ = located(config, **taken(asked, "json"))
+    config = _config(asked, (length + 1, f"--length {length} with the token behind it") if length else None)
 
     compute_with(config.threads)
     from penstock.bench.machine import machine
@@ -193,9 +190,8 @@ def perplexity(file: Path, length: int | None, stride: int | None, tokens: int |
 
 def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> None:
     lengths, out, picture, json = (asked[flag] for flag in ("lengths", "out", "picture", "json"))
-    config = settings_from(Config, asked, model=asked["model"], max_length=max(lengths) if lengths else None)
     _expect_folder(out, picture)
-    config, _ = located(config, **taken(asked, "json"))
+    config = _config(asked, (max(lengths), f"--lengths {max(lengths)}") if lengths else None)
 
     compute_with(config.threads)
     from penstock.bench.machine import machine
@@ -218,6 +214,20 @@ def _evaluate(name: str, tasks: tuple[str, ...], asked: Mapping[str, Any]) -> No
         from penstock.evals.picture import draw  # Pillow: 60 ms
 
         draw(report, picture)
+
+
+def _config(asked: Mapping[str, Any], needed: tuple[int, str] | None) -> Config:
+    """Return the settings of a model that is here, with room for what is needed: tokens, and what asks for
+    them. Raises PenstockErrors."""
+    most = needed and min(needed[0], MOST)
+    config = settings_from(Config, asked, model=asked["model"], max_length=most)
+    config, _ = located(config, **taken(asked, "json"))
+    expect_tokenizer(config.model)
+    if needed and not config.beyond_trained:
+        from penstock.cli.shape import expect_trained  # 0.1 s, with what knows all families of models
+
+        expect_trained(config.model, *needed)
+    return config
 
 
 def _opened(config: Config, json: bool, bars: bool = True) -> "LLM":

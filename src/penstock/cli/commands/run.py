@@ -15,7 +15,7 @@ from penstock.cli.command import Command, TokenRange, files, option
 from penstock.cli.conversation import AnswerReader, Conversation
 from penstock.cli.live import LiveLine
 from penstock.cli.load import loaded
-from penstock.cli.models import located, taken
+from penstock.cli.models import expect_tokenizer, located, taken
 from penstock.cli.options import OUTPUT, PROMPT, SAMPLING, common_options, engine_config, sampling_params
 from penstock.cli.prompt import SHIPPED_MODEL, model_and_prompt, model_path
 from penstock.cli.terminal import Look, is_terminal, say, text_alone, write
@@ -158,6 +158,7 @@ def command(ctx: click.Context, /, **settings: object) -> None:
     if params.n >= _MANY and asked["max_tokens"] is None and not asked["quiet"]:
         say(f"penstock: note: -n {params.n} makes {params.n} outputs; their length is --max-tokens")
     config, _ = located(engine_config(ctx, model, params.n), **taken(asked))
+    expect_tokenizer(config.model)
     with loaded(config, quiet=asked["quiet"], trace=asked["trace"]) as llm:
         conversation = Conversation(llm, chat, asked["system"], **asks)
         if chat:
