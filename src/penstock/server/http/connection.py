@@ -222,7 +222,7 @@ class Connection(HttpToolsProtocol):
         return not self.cycle.more_body
 
     def watch(self, gone: Callable[[], object] | None) -> None:
-        """Call this when the client goes before its answer is whole, or now if it has gone; None ends that."""
+        """Call this when the client goes before its answer is whole, now if it has gone; None ends that."""
         self._gone = gone
         if self.cycle.disconnected:
             self._tell_gone()
