@@ -47,7 +47,7 @@ _MOST_LINGERING = 64
 _THROWN_RATE = 64 << 20
 """Bytes/s that are thrown away, of all connections."""
 _JOINED = 64 << 10
-"""Bytes of a write that is not joined with others."""
+"""Bytes that are held at most: a client that does not read is known by what was written."""
 _HEAD_WAIT = 0.02
 """Seconds that the head of a stream waits for its first piece."""
 _KEY = "penstock.connection"
@@ -118,6 +118,8 @@ class _AnswerWriter:
         self._connection, self._transport = connection, transport
         self.is_closing, self.close = transport.is_closing, connection.part
         self._held: list[bytes] = []
+        self._size = 0
+        """Bytes that are held."""
         self._timer: asyncio.Handle | None = None
         """Writes what is held."""
         self.begins = False
@@ -127,11 +129,14 @@ class _AnswerWriter:
         """Write at the end of this turn of the loop. The head of a stream waits for its first piece."""
         cycle, loop = self._connection.cycle, self._connection.loop
         begins, self.begins = self.begins and cycle.response_started, False
-        if len(data) > _JOINED or not cycle.response_started:  # The latter is no answer yet: 100 Continue.
+        if (
+            self._size + len(data) > _JOINED or not cycle.response_started
+        ):  # The latter is no answer yet: 100 Continue.
             self.flush()
             self._transport.write(data)
             return
         self._held.append(data)
+        self._size += len(data)
         if begins and cycle.chunked_encoding:
             self._timer = loop.call_later(_HEAD_WAIT, self.flush)
         elif self._timer is None or isinstance(self._timer, TimerHandle):
@@ -144,6 +149,7 @@ class _AnswerWriter:
         if self._held:
             more = b"".join([*self._held, more])
             self._held.clear()
+            self._size = 0
         if more:
             self._transport.write(more)
 
@@ -151,6 +157,7 @@ class _AnswerWriter:
         """Forget what is held: nobody is there."""
         self._cancel()
         self._held.clear()
+        self._size = 0
 
     def _cancel(self) -> None:
         if self._timer is not None:
@@ -222,8 +229,11 @@ class Connection(HttpToolsProtocol):
         return not self.cycle.more_body
 
     def watch(self, gone: Callable[[], object] | None) -> None:
-        """Call this when the client goes before its answer is whole, or now if it has gone; None ends that."""
+        """Call this when the client goes before its answer is whole, or now if it has gone; None ends
+        that."""
         self._gone = gone
+        if gone is not None:
+            self.flow.resume_reading()  # That of a large body was paused, and no end would be seen.
         if self.cycle.disconnected:
             self._tell_gone()
 
