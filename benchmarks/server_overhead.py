@@ -61,7 +61,8 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
 
 def all_streamed(place: tuple[str, int], model: str, prompts: Sequence[Sequence[int]], tokens: int) -> int:
     """Have one stream for each prompt, all at once, each over a connection of its own, and read them to their
-    ends. Returns their events. The client is a few system calls a stream: what it takes is not the server's."""
+    ends. Returns their events. The client is a few system calls a stream, so that what is measured is the
+    server."""
     with ExitStack() as opened, selectors.DefaultSelector() as selector:
         for prompt in prompts:
             line = opened.enter_context(socket.create_connection(place))

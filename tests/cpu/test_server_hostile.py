@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import pytest
 import uvicorn
-from starlette.requests import Request
 
 import hostile
 from hostile import CHAT, ENDLESS_ONES, FLAGS, MIB, TEXT, Rest, Watched, post, status_of

@@ -1,4 +1,4 @@
-"""Keeps random bytes of the system's at hand: each time it is asked for some takes as long as for hundreds."""
+"""Keeps random bytes of the system's at hand: to ask it for a few takes as long as for hundreds."""
 
 import os
 import threading
