@@ -223,17 +223,18 @@ def test_a_client_that_goes_is_noticed_however_large_its_body_was(size: int) -> 
 
 
 def test_who_is_refused_while_its_body_comes_counts_as_gone() -> None:
+    """At once, and not only when its connection has ended, which lingers."""
     ended = list[object]()
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         ended.append(await unless_gone(scope, receive, asyncio.sleep(3600, "the answer")))
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with patch.object(connection, "_LOOK", 0.1):
+        with patch.object(connection, "_LOOK", 0.1), patch.object(connection, "_LINGER", 3600.0):
             writer.write(ASKED.replace(b"GET", b"POST") + b"Content-Length: 9\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        while not ended:
-            await asyncio.sleep(0.01)
+            while not ended:
+                await asyncio.sleep(0.01)
 
     meet(answer, talk)
     assert ended == [None]
