@@ -8,10 +8,15 @@ from unittest.mock import patch
 
 import pytest
 import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
-from penstock.server.http import connection
+from penstock.server.http import connection, uploads
 from penstock.server.http.connection import Connection, connection_of
 from penstock.server.http.sending import unless_gone
+from penstock.server.http.uploads import Uploads
+from penstock.server.monitoring import records
+from penstock.server.monitoring.records import RequestRecord
 from streams import LONG
 
 MIB = 1 << 20
@@ -293,3 +298,29 @@ def test_who_is_cancelled_is_so_though_its_client_goes_at_the_same_time() -> Non
 
     for also_gone in (True, False):
         asyncio.run(asyncio.wait_for(cancelled(also_gone), LONG))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_only_what_is_there_has_all_the_time_it_needs(whole: bool) -> None:
+    """A body that is there is read without a timer, and one that is not has its time."""
+    found = list[object]()
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        scope[records._KEY] = RequestRecord("req-1", "POST", {})
+        while whole and not own(scope).is_whole:
+            await asyncio.sleep(0.01)
+        try:
+            found.append(await Uploads(MIB).body(Request(scope, receive)))
+        except HTTPException as fault:
+            found.append(fault.status_code)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(
+            ASKED.replace(b"GET", b"POST") + b"Content-Length: 4\r\n\r\n" + b"body"[: 4 if whole else 2]
+        )
+        while not found:
+            await asyncio.sleep(0.01)
+
+    with patch.object(uploads, "_PATIENCE", -1.0 if whole else 0.1):
+        meet(answer, talk)
+    assert found == [b"body" if whole else 408]
