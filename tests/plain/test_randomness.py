@@ -1,6 +1,7 @@
 """Random bytes that are kept at hand are given out once, whoever asks."""
 
 import os
+import signal
 from collections.abc import Sequence
 
 import pytest
@@ -45,6 +46,7 @@ def test_a_forked_process_is_given_others() -> None:
     with pool._lock:
         child = os.fork()
         if child == 0:
+            signal.alarm(30)  # It would wait for ever.
             os.write(write, pool.take(POOL // 2))
             os._exit(0)
     os.close(write)
