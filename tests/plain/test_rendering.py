@@ -112,6 +112,36 @@ def test_each_has_its_own_answer() -> None:
     assert len(rendering.RENDERERS._idle) <= rendering.PROCESSES
 
 
+def test_templates_of_one_process_are_told_apart() -> None:
+    """Also those that are of the same length, cannot be compiled, or hold half a character."""
+    sources = ("a{{ x }}", "b{{ x }}", "\ud800{{ x }}", "{% if x")
+    templates = [Template(source) for source in sources]
+    for turn in range(3):
+        for source, template in zip(sources, templates, strict=True):
+            if source.endswith("}"):
+                assert template.render({"x": turn}) == source.replace("{{ x }}", str(turn))
+            else:
+                with pytest.raises(RequestError):
+                    template.render({"x": turn})
+
+
+@pytest.mark.parametrize("words", [["x"], ["x" * 50_000], ["x" * 70_000]])
+def test_a_process_is_sent_a_template_once(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """Whatever is sent with it."""
+    asked, ask = list[bytes](), processes.Pool.ask
+
+    def noted(pool: processes.Pool, sent: bytes, patience: float) -> bytes:
+        asked.append(sent)
+        return ask(pool, sent, patience)
+
+    monkeypatch.setattr(processes.Pool, "ask", noted)
+    monkeypatch.setattr(rendering.RENDERERS, "_briefly", None)
+    template = Template("{# " + "c" * 20_000 + " #}{{ words[0] }}")
+    for _ in range(3):
+        assert template.render({"words": words}) == words[0]
+    assert ["source" in json.loads(sent) for sent in asked] == [False, True, False, False]
+
+
 def test_an_interrupted_request_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ECHO.render({"words": ["first"]}) == "first"
 

@@ -57,35 +57,41 @@ class Template:
 
     def _answer(self, asked: dict[str, object]) -> Any:
         """Ask by the digest alone, and by the source where the process has not seen it."""
-        asked["digest"] = self._digest
-        answer = _answer(asked)
+        sent = _written(asked | {"digest": self._digest})
+        pool = RENDERERS if len(sent) < _LARGE else LARGE  # The same for both, so that it learns the source.
+        answer = _asked(pool, sent)
         if "unknown" in answer:
-            answer = _answer(asked | {"source": self._source})
+            answer = _asked(pool, f'{sent[:-1]}, "source": {json.dumps(self._source)}}}')
         if "fault" in answer:
             raise RequestError(answer["fault"])
         return answer["found"]
 
 
-def _answer(asked: Mapping[str, object]) -> Any:
+def _asked(pool: Pool, sent: str) -> Any:
     try:
-        sent = _written(asked).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise RequestError(f"messages, tools and template variables must be JSON values: {what}") from error
-    try:
-        answer = json.loads((RENDERERS if len(sent) < _LARGE else LARGE).ask(sent, _PATIENCE))
+        return json.loads(pool.ask(sent.encode(), _PATIENCE))
     except (EOFError, OSError) as error:
         raise RequestError(
             f"the model's chat template needs more than the {SECONDS:g} seconds or {MEMORY >> 20} MiB "
             "allowed for these messages; send fewer or shorter ones, or a plain prompt"
         ) from error
-    return answer
 
 
 def _written(what: object) -> str:
+    """Return what json.dumps returns. Raise RequestError for what JSON cannot hold."""
+    try:
+        return _json(what)
+    except (TypeError, ValueError, RecursionError) as error:
+        what_is = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise RequestError(
+            f"messages, tools and template variables must be JSON values: {what_is}"
+        ) from error
+
+
+def _json(what: object) -> str:
     """Return what json.dumps returns, which holds the interpreter's lock until all is written."""
     if isinstance(what, dict):
-        return "{" + ", ".join(f"{_name(name)}: {_written(value)}" for name, value in what.items()) + "}"
+        return "{" + ", ".join(f"{_name(name)}: {_json(value)}" for name, value in what.items()) + "}"
     if isinstance(what, list):
         return "[" + ", ".join(map(json.dumps, paced(what))) + "]"
     return json.dumps(what)
@@ -124,7 +130,7 @@ def render(seconds: str, memory: str) -> None:
         signal.setitimer(signal.ITIMER_PROF, float(seconds))  # Ends the process, whatever it does.
         try:
             reply: Mapping[str, object]
-            if "source" in asked:
+            if "source" in asked and asked["digest"] not in compiled:
                 compiled[asked["digest"]] = ChatTemplate(asked["source"])
             if (template := compiled.get(asked["digest"])) is None:
                 reply = {"unknown": True}

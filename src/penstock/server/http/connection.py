@@ -47,7 +47,7 @@ _MOST_LINGERING = 64
 _THROWN_RATE = 64 << 20
 """Bytes/s that are thrown away, of all connections."""
 _JOINED = 64 << 10
-"""Bytes of a write that is not joined with others."""
+"""Bytes that are held at most: a client that does not read is known by what was written."""
 _HEAD_WAIT = 0.02
 """Seconds that the head of a stream waits for its first piece."""
 _KEY = "penstock.connection"
@@ -112,26 +112,31 @@ def connection_of(scope: Scope) -> "Connection | None":
 
 class _AnswerWriter:
     """Writes answers to a connection, which lingers where it would be closed. What is held goes out in order
-    and before all else: `write` adds to it, and whoever writes or closes otherwise asks for `flush` first."""
+    and before all else: `write` adds to it, and whoever writes or closes otherwise, where something may be held,
+    asks for `flush` first."""
 
     def __init__(self, connection: "Connection", transport: asyncio.Transport) -> None:
         self._connection, self._transport = connection, transport
         self.is_closing, self.close = transport.is_closing, connection.part
         self._held: list[bytes] = []
+        self._size = 0
+        """Bytes that are held."""
         self._timer: asyncio.Handle | None = None
         """Writes what is held."""
         self.begins = False
-        """Whether nothing was said of the answer yet."""
+        """Whether nothing was said yet in reply to the request."""
 
     def write(self, data: bytes) -> None:
         """Write at the end of this turn of the loop. The head of a stream waits for its first piece."""
         cycle, loop = self._connection.cycle, self._connection.loop
         begins, self.begins = self.begins and cycle.response_started, False
-        if len(data) > _JOINED or not cycle.response_started:  # The latter is no answer yet: 100 Continue.
+        # Before the answer there is 100 Continue.
+        if self._size + len(data) > _JOINED or not cycle.response_started:
             self.flush()
             self._transport.write(data)
             return
         self._held.append(data)
+        self._size += len(data)
         if begins and cycle.chunked_encoding:
             self._timer = loop.call_later(_HEAD_WAIT, self.flush)
         elif self._timer is None or isinstance(self._timer, TimerHandle):
@@ -144,6 +149,7 @@ class _AnswerWriter:
         if self._held:
             more = b"".join([*self._held, more])
             self._held.clear()
+            self._size = 0
         if more:
             self._transport.write(more)
 
@@ -151,6 +157,7 @@ class _AnswerWriter:
         """Forget what is held: nobody is there."""
         self._cancel()
         self._held.clear()
+        self._size = 0
 
     def _cancel(self) -> None:
         if self._timer is not None:
@@ -191,7 +198,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(503)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all timers."""
+        """Stop all timers, forget what is held and tell who watches."""
         self._wait()
         self._writer.drop()
         _lingering.discard(self)
@@ -224,6 +231,8 @@ class Connection(HttpToolsProtocol):
     def watch(self, gone: Callable[[], object] | None) -> None:
         """Call this when the client goes before its answer is whole, now if it has gone; None ends that."""
         self._gone = gone
+        if gone is not None:
+            self.flow.resume_reading()  # That of a large body was paused, and no end would be seen.
         if self.cycle.disconnected:
             self._tell_gone()
 
@@ -279,7 +288,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Linger if the rest of the body still comes."""
+        """Write what is held, and linger if the rest of the body still comes."""
         self._writer.flush()
         super().on_response_complete()
         if self.cycle.more_body and self not in _lingering and not self.transport.is_closing():
