@@ -112,8 +112,8 @@ def connection_of(scope: Scope) -> "Connection | None":
 
 class _AnswerWriter:
     """Writes answers to a connection, which lingers where it would be closed. What is held goes out in order
-    and before all else: `write` adds to it, and whoever writes or closes otherwise, where something may be held,
-    asks for `flush` first."""
+    and before all else: `write` adds to it, and whoever writes or closes otherwise, where something may be
+    held, asks for `flush` first."""
 
     def __init__(self, connection: "Connection", transport: asyncio.Transport) -> None:
         self._connection, self._transport = connection, transport
