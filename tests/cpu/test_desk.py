@@ -445,11 +445,13 @@ def test_nothing_is_taken_at_once_before_what_came_before_it_was_dealt_with(llm:
         await asyncio.sleep(0)
         call.deliver([Delta("", (3,))], False, None)
         await asyncio.sleep(0.1)
-        call.deliver([Delta("", (4,))], True, None)
+        call.deliver([Delta("", (4,))], False, None)
+        call.deliver([Delta("", (5,))], True, None)
         await asyncio.wait_for(listening, LONG)
 
     at_the_desk(llm, work)
-    assert told == ["1 sent", "2 sent", "3 sent", "4 at once"]
+    # The last is sent with the end, for which he is woken up.
+    assert told == ["1 sent", "2 sent", "3 sent", "4 at once", "5 sent"]
 
 
 def test_who_leaves_while_another_long_one_is_read_is_never_begun(llm: LLM) -> None:

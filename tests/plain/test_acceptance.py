@@ -102,7 +102,8 @@ def test_what_draws_behind_drafts_counts_as_in_a_boot() -> None:
 def test_a_draft_model_for_which_there_is_no_room_is_named() -> None:
     tight, long = replace(ROOMY, device=3 * GIB), replace(SUFFIX, batch=6)
     of(tight, long)
-    for config, said in ((SMALL, "--device-memory, or do without"), (DENSE, "; or do without")):
+    told = "--device-memory to [0-9,]+ MiB, or do without"
+    for config, said in ((SMALL, "--device-memory, or do without"), (DENSE, told)):
         with pytest.raises(BudgetError, match=f"for the draft model.*{said} the draft model"):
             of(tight, drafted(long, config))
 

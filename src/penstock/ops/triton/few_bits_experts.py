@@ -145,11 +145,12 @@ def _expert_products(  # type: ignore[no-untyped-def]
         return
     codes = address.to(tl.pointer_type(tl.int32))
     scale = tl.load(entry + 1).to(tl.pointer_type(SCALE_TYPE))
-    row = tl.load(blocks + bound + block) + tl.arange(0, ROWS)
+    start = tl.load(blocks + bound + block)
+    row = start + tl.arange(0, ROWS)
     there = row < tl.load(blocks + 2 * bound + block)
     pair = tl.load(order + row, mask=there, other=0).to(tl.int64)
-    # In place of those beyond the block the first of all is read. What comes of it is not stored.
-    from_row = pair // TOP if GATED else tl.where(there, row, 0).to(tl.int64)
+    # In place of those beyond the block its first is read: others may not be computed yet.
+    from_row = pair // TOP if GATED else tl.where(there, row, start).to(tl.int64)
     place = tl.arange(0, COLS)
     # Rows beyond the last are the last again, and are not stored.
     own = tl.minimum(part * WIDE + (place // 2 if GATED else place), OUTER - 1)
