@@ -143,16 +143,19 @@ def main() -> None:
     ceiling = 1.0 if given.tiny else read_ceiling()
     print(f"read alone {ceiling / 1e12:.2f} TB/s")
     found = list[dict[str, Any]]()
-    for name, (label, shape) in itertools.product(given.formats.split(","), shapes.items()):
-        if given.peer and shape == next(iter(shapes.values())):
-            counts = [int(rows) for rows in given.rows.split(",")]
-            peers = few_bits_peer.products(name, list(shapes.values()), counts, AT_LEAST)
+    names, counts = given.formats.split(","), [int(rows) for rows in given.rows.split(",")]
+    peers = {
+        name: few_bits_peer.products(name, list(shapes.values()), counts, AT_LEAST)
+        for name in names
+        if given.peer and name in few_bits_peer.CONFIGS
+    }
+    for name, (label, shape) in itertools.product(names, shapes.items()):
         first = random_matrix(FORMATS[name], shape, 0)
         moved = sum(part.nbytes for part in first.parts.values())
         count = 2 if given.tiny else math.ceil(AT_LEAST / moved)
         matrices = [first, *(random_matrix(FORMATS[name], shape, seed) for seed in range(1, count))]
         plain = first.dequantised(torch.empty(0))
-        for rows in map(int, given.rows.split(",")):
+        for rows in counts:
             x = torch.randn(rows, shape[1], device=plain.device).bfloat16()
             kernels = KERNELS[first.format.kernels]
             assert kernels.suits(x, first), name
@@ -184,14 +187,13 @@ def main() -> None:
                     "us": seconds * 1e6, "share": moved / seconds / ceiling, "error": error,
                 }  # fmt: skip
                 found.append(line)
-            if given.peer:
-                work, count = peers[shape, rows]
-                found[-1]["peer_us"] = seconds_each(work, count) * 1e6
             these = found[-len([got for got in done if got is not None]) :]
+            if name in peers:
+                these[0]["peer_us"] = seconds_each(*peers[name][shape, rows]) * 1e6
             usual, best = these[0], sorted(these, key=lambda one: float(one["us"]))[: 3 if given.sweep else 0]
             print(
                 f"{name:16} {label:12} {rows:3} rows  {usual['us']:7.1f} us  {usual['share']:.1%}",
-                f"peer {usual['peer_us']:.1f} us" if given.peer else "",
+                f"peer {usual['peer_us']:.1f} us" if name in peers else "",
                 *(f"  {one['us']:.1f} {one['share']:.1%} {one['tuning'].partition('(')[2]}" for one in best),
                 flush=True,
             )

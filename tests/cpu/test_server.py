@@ -465,6 +465,13 @@ def test_fields_of_other_servers_hold(server: Server, llm: LLM) -> None:
         assert (choice["text"] if path == TEXT else choice["message"]["content"]) == shown
 
 
+@pytest.mark.parametrize("priority", [0, 3, -5])
+def test_a_prompt_has_the_priority_of_its_request(llm: LLM, priority: int) -> None:
+    asked = {"model": "a", "prompt": "a", "priority": priority}
+    [ready], _ = read(llm.reader, msgspec.convert(asked, CompletionRequest))
+    assert ready.priority == priority
+
+
 def test_fields_without_effect_are_named_in_a_header(server: Server) -> None:
     body = {"model": "shipped", "messages": TALK, "max_tokens": 1}
     labels = {

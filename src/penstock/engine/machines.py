@@ -14,13 +14,7 @@ from penstock.arch.spec import ModelSpec
 from penstock.base.config import Config
 from penstock.base.errors import BudgetError
 from penstock.base.units import format_size
-from penstock.engine.budget import (
-    GROWTH,
-    goes_to_host,
-    on_heap,
-    usual_activations,
-    weights_room,
-)
+from penstock.engine.budget import GROWTH, goes_to_host, on_heap, usual_activations, weights_room
 from penstock.engine.contexts import LongRoom, long_room
 from penstock.engine.costs import StepCosts
 from penstock.engine.cpu import may_share

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 from collections.abc import Mapping
-from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -28,8 +27,6 @@ _PATIENCE = 60.0
 """Seconds by the clock, on a machine with much else to do."""
 _BRIEFLY = 0.2
 """Seconds after which a rendering leaves the processor to whatever else wants it."""
-_SHORT = 64
-"""Characters of names that are written once for all messages."""
 _LARGE = 64 << 10
 """Bytes from which on messages leave it from the beginning."""
 
@@ -98,12 +95,7 @@ def _json(what: object) -> str:
 
 
 def _name(name: object) -> str:
-    return _text_name(name) if type(name) is str and len(name) < _SHORT else json.dumps({name: 0})[1:-4]
-
-
-@lru_cache(maxsize=256)
-def _text_name(name: str) -> str:
-    return json.dumps(name)
+    return json.dumps(name) if isinstance(name, str) else json.dumps({name: 0})[1:-4]
 
 
 def _renderer(*, yields: bool = False) -> Process:

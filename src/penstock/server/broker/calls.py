@@ -103,8 +103,8 @@ class Call:
         them from being so.
 
         at_once: is given what comes while it is waited for, as soon as the loop has it and without waking
-            anybody up. What it takes is not given out again; where it returns False, that comes in the usual
-            way. What it raises is raised here.
+            anybody up, but for what comes with the end. What it takes is not given out again; where it
+            returns False, that comes in the usual way. What it raises is raised here.
         """
         while True:
             while not (self._pieces or self.over or self._raised):
